@@ -1,0 +1,109 @@
+"""The caller's end of `.ucmfs/sock`: blocking, one request at a time, for the command line and the Python client."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from ucmfs.control import protocol
+from ucmfs.errors import MountError, ProtocolError, UcmfsError, from_errno
+
+__all__ = ["Connection"]
+
+SOCKET_NAME = ".ucmfs/sock"
+
+
+class Connection:
+    """A connection to a daemon. Not for use by several threads at once.
+
+    Raises MountError if nothing answers, ProtocolError if the two do not understand each other.
+    """
+
+    def __init__(self, sock: socket.socket, *, timeout: float | None = None) -> None:
+        self._sock = sock
+        sock.settimeout(timeout)
+        self.daemon: dict[str, Any] = self.request(protocol.Hello()).result
+
+    @classmethod
+    def to_mount(cls, mount_point: str | os.PathLike[str], *, timeout: float | None = None) -> Connection:
+        """Connect through the mount at *mount_point*."""
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        sock.settimeout(timeout)
+        try:
+            # By way of a descriptor: a socket address holds 107 bytes, a mount point may be longer.
+            root = os.open(mount_point, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                sock.connect(f"/proc/self/fd/{root}/{SOCKET_NAME}")
+            finally:
+                os.close(root)
+        except OSError as error:
+            sock.close()
+            raise MountError(
+                f"{mount_point}: no ucmfs daemon answers at {SOCKET_NAME} ({error.strerror or error}); is it mounted?",
+                code=error.errno,
+            ) from error
+        try:
+            return cls(sock, timeout=timeout)
+        except BaseException:
+            sock.close()
+            raise
+
+    def request(self, request: protocol.Request, *, timeout: float | None = None) -> protocol.Reply:
+        """Send *request* and give its reply. Raises the reply's fault as an error of the project's tree."""
+        reply, fds = self.exchange(request, timeout=timeout)
+        for fd in fds:
+            os.close(fd)
+        return reply
+
+    def exchange(
+        self, request: protocol.Request, *, timeout: float | None = None
+    ) -> tuple[protocol.Reply, list[int]]:
+        """Send *request*; give the reply and the descriptors that came with it, which are the caller's to close.
+
+        Raises the reply's fault as an error of the project's tree; MountError if the daemon went away.
+        """
+        if timeout is not None:
+            self._sock.settimeout(timeout)
+        try:
+            self._sock.send(protocol.encode(request))
+            data, fds, flags, _ = socket.recv_fds(self._sock, protocol.MAX_PACKET, protocol.MAX_FDS)
+        except TimeoutError as error:
+            raise MountError("the ucmfs daemon did not answer in time", code=error.errno or 110) from error
+        except OSError as error:
+            raise MountError(f"the ucmfs daemon went away: {error.strerror}", code=error.errno) from error
+        if not data:
+            raise MountError("the ucmfs daemon closed the connection", code=104)  # ECONNRESET
+        try:
+            if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+                raise ProtocolError("a reply of the daemon was cut; client and daemon differ in version")
+            reply = protocol.decode_reply(data)
+        except (msgspec.DecodeError, ProtocolError) as error:
+            for fd in fds:
+                os.close(fd)
+            raise ProtocolError(f"not a reply of ucmfs: {error}") from error
+        if reply.fault is not None:
+            for fd in fds:
+                os.close(fd)
+            raise UcmfsError(reply.fault.message, code=reply.fault.errno)
+        return reply, fds
+
+    def close(self) -> None:
+        self._sock.close()
+
+    def __enter__(self) -> Connection:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def row_errors(names: Sequence[str], reply: protocol.Reply) -> dict[int, UcmfsError]:
+    """The faults of *reply* as errors about the blocks of *names*, by row number."""
+    return {
+        row: from_errno(fault.errno, names[row], fault.message.removeprefix(f"{names[row]}: "))
+        for row, fault in reply.faults.items()
+    }
