@@ -79,7 +79,7 @@ class Stage(abc.ABC):
     async def start(self) -> None:
         """Make ready. Raises ConfigError for what the user must mend, StageError for what may pass."""
 
-    async def stop(self) -> None:
+    async def stop(self) -> None:  # noqa: B027 - a stage that holds nothing has nothing to let go
         """Let go of everything. Blocks stay where they are."""
 
     @abc.abstractmethod
@@ -111,7 +111,7 @@ class Stage(abc.ABC):
         """Remove each block; False where there was none."""
 
     @abc.abstractmethod
-    def list(self, directory: str) -> AsyncIterator[Sequence[Entry]]:
+    def scan(self, directory: str) -> AsyncIterator[Sequence[Entry]]:
         """Stream the entries of *directory* in batches, blocks and directories, in no set order.
 
         A directory that does not exist gives nothing. Memory is bounded by the batch, not the directory.
@@ -126,7 +126,7 @@ class Stage(abc.ABC):
         """Change attributes of a block or directory; False where there is none."""
 
     @abc.abstractmethod
-    async def make_directory(self, name: str, attributes: Attributes) -> None | UcmfsError:
+    async def make_directory(self, name: str, attributes: Attributes) -> UcmfsError | None:
         """Make a directory and its parents; to have it already is success."""
 
     @abc.abstractmethod
