@@ -55,6 +55,7 @@ __all__ = [
     "Unsupported",
     "from_errno",
     "from_os_error",
+    "sole_error",
 ]
 
 
@@ -212,3 +213,10 @@ def from_os_error(error: OSError, name: str) -> BlockError:
     found = from_errno(error.errno or _errno.EIO, name, str(error.strerror or error))
     found.__cause__ = error
     return found
+
+
+def sole_error(error: BaseException) -> BaseException:
+    """What nurseries wrapped into *error*: the one exception in its groups, or *error* if there are several."""
+    while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+        error = error.exceptions[0]
+    return error

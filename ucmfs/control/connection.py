@@ -59,9 +59,7 @@ class Connection:
             os.close(fd)
         return reply
 
-    def exchange(
-        self, request: protocol.Request, *, timeout: float | None = None
-    ) -> tuple[protocol.Reply, list[int]]:
+    def exchange(self, request: protocol.Request, *, timeout: float | None = None) -> tuple[protocol.Reply, list[int]]:
         """Send *request*; give the reply and the descriptors that came with it, which are the caller's to close.
 
         Raises the reply's fault as an error of the project's tree; MountError if the daemon went away.

@@ -1,0 +1,1 @@
+"""The stack of stages and its policies."""

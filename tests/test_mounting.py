@@ -1,0 +1,501 @@
+"""Mount points, start-up in the background, and the unmount protocol; the real daemon is in tests/mount/."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import select
+import shutil
+import signal
+import stat
+import subprocess
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pyfuse3
+import pytest
+import trio
+from fake_daemon import FakeDaemon
+
+from ucmfs import mounting
+from ucmfs.config import Section
+from ucmfs.control import protocol
+from ucmfs.errors import ConfigError, MountError, StageFull, UcmfsError
+
+needs_mount = pytest.mark.mount
+Ready = Callable[[], None]
+
+
+@pytest.fixture
+def mount_point(tmp_path: Path) -> Iterator[Path]:
+    path = tmp_path / "mnt"
+    path.mkdir()
+    yield path
+    while mounting.find_mount(path):
+        subprocess.run(["umount", "-l", path], check=True)
+
+
+@pytest.fixture
+def section(tmp_path: Path) -> Section:
+    return Section.of({"storage_backends": "/data", "log_file": str(tmp_path / "daemon.log")})
+
+
+def wait_for_exit(pid: int) -> None:
+    """Wait until *pid*, no child of ours, has exited."""
+    with contextlib.suppress(ProcessLookupError):
+        pidfd = os.pidfd_open(pid)
+        try:
+            assert select.select([pidfd], [], [], 30)[0], f"{pid} does not exit"
+        finally:
+            os.close(pidfd)
+
+
+def has_exited(pid: int) -> bool:
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([pidfd], [], [], 0)[0])
+    finally:
+        os.close(pidfd)
+
+
+def in_child(call: Callable[[], None]) -> int:
+    """Run *call* in a forked process, and give its pid."""
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            call()
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    return pid
+
+
+# A file system of one empty directory, made by the same library as the real one.
+
+
+class EmptyRoot(pyfuse3.Operations):
+    async def getattr(self, inode: int, ctx: object = None) -> pyfuse3.EntryAttributes:
+        attributes = pyfuse3.EntryAttributes()
+        attributes.st_ino = inode
+        attributes.st_mode = stat.S_IFDIR | 0o755
+        return attributes
+
+
+@contextlib.contextmanager
+def fuse_mount(path: Path) -> Iterator[None]:
+    pyfuse3.init(EmptyRoot(), str(path), {"fsname=empty"})
+    try:
+        yield
+    finally:
+        pyfuse3.close()
+
+
+async def serve_fuse(ready: Ready) -> None:
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(pyfuse3.main)
+        ready()
+
+
+def die(path: Path, after: Callable[[], None]) -> None:
+    """Mount on *path* and be killed without unmounting."""
+    pyfuse3.init(EmptyRoot(), str(path), {"fsname=empty"})
+    after()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def make_dead_mount(path: Path) -> None:
+    _, status = os.waitpid(in_child(lambda: die(path, lambda: None)), 0)
+    assert os.WTERMSIG(status) == signal.SIGKILL
+    with pytest.raises(OSError, match=os.strerror(errno.ENOTCONN)):
+        os.stat(path)
+
+
+# Mount points
+
+
+def test_an_empty_directory_is_a_mount_point(mount_point: Path) -> None:
+    assert mounting.check_mount_point(mount_point) == mount_point
+
+
+def test_a_symbolic_link_to_one_is_followed(mount_point: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(mount_point)
+    assert mounting.check_mount_point(tmp_path / "link") == mount_point
+
+
+def test_a_relative_path_is_made_absolute(mount_point: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(mount_point.parent)
+    assert mounting.check_mount_point("mnt") == mount_point
+
+
+def test_what_is_no_mount_point_is_refused(mount_point: Path) -> None:
+    with pytest.raises(ConfigError, match=rf"^{mount_point}/x: there is no such directory; mkdir -p"):
+        mounting.check_mount_point(mount_point / "x")
+    (mount_point / "block").touch()
+    with pytest.raises(ConfigError, match=r"mnt: is not empty \(it has block\)"):
+        mounting.check_mount_point(mount_point)
+    with pytest.raises(ConfigError, match="block: is not a directory"):
+        mounting.check_mount_point(mount_point / "block")
+
+
+@needs_mount
+@pytest.mark.parametrize("name", ["plain", "with a blank", "tab\t and \\ backslash", "\udcff"])
+def test_what_is_mounted_already_is_refused(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "a source", path], check=True)
+    try:
+        with pytest.raises(ConfigError, match=r"is already a mount \(tmpfs of a source\)"):
+            mounting.check_mount_point(path)
+    finally:
+        subprocess.run(["umount", path], check=True)
+    assert mounting.check_mount_point(path) == path
+
+
+@needs_mount
+def test_a_dead_mount_is_cleared_with_a_warning(mount_point: Path, caplog: pytest.LogCaptureFixture) -> None:
+    make_dead_mount(mount_point)
+    assert mounting.check_mount_point(mount_point) == mount_point
+    assert mounting.find_mount(mount_point) is None
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert f"{mount_point}: unmounting a dead mount" in caplog.text
+
+
+def test_no_fuse_device_is_said_plainly(mount_point: Path, tmp_path: Path) -> None:
+    with pytest.raises(MountError, match=r"modprobe fuse.*--device /dev/fuse") as caught:
+        mounting.check_mount_point(mount_point, device=tmp_path / "none")
+    assert caught.value.errno == errno.ENODEV
+
+
+@needs_mount
+def test_a_fuse_device_that_cannot_be_opened_is_said_plainly(mount_point: Path, tmp_path: Path) -> None:
+    device = tmp_path / "fuse"
+    os.mknod(device, stat.S_IFCHR | 0o600, os.makedev(10, 255))  # no driver has this number
+    with pytest.raises(MountError, match=r"cannot be opened \(No such device.*modprobe fuse"):
+        mounting.check_mount_point(mount_point, device=device)
+
+
+@needs_mount
+def test_no_permission_is_said_plainly(mount_point: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))  # no fusermount3
+    for directory in [mount_point, *mount_point.parents]:
+        if directory.stat().st_uid == os.geteuid() and directory != Path("/"):
+            directory.chmod(directory.stat().st_mode | 0o055)
+
+    def as_nobody() -> None:
+        os.setresuid(65534, 65534, 65534)
+        with pytest.raises(MountError, match=r"no permission to mount: run as root.*fusermount3") as caught:
+            mounting.check_mount_point(mount_point)
+        assert caught.value.errno == errno.EPERM
+
+    assert os.waitpid(in_child(as_nobody), 0)[1] == 0
+
+
+# Where the log is
+
+
+def test_the_log_is_named_after_the_mount_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    unwritable = tmp_path / "file"
+    unwritable.touch()
+    monkeypatch.setattr(mounting, "LOG_DIRECTORY", unwritable)
+    section = Section.of({"storage_backends": "/data"})
+    names = {mounting.log_path(section, Path(path)).name for path in ("/mnt/a/b", "/mnt/a-b", "/mnt/a%2Db")}
+    assert names == {"mnt-a-b.log", "mnt-a%2Db.log", "mnt-a%252Db.log"}
+    assert {path.name for path in (tmp_path / "ucmfs").iterdir()} == names
+
+
+def test_a_log_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    section = Section.of({"log_file": str(tmp_path / "none" / "log")})
+    with pytest.raises(ConfigError, match=r"^log_file: .*cannot be written: No such file"):
+        mounting.log_path(section, Path("/mnt"))
+
+
+# Start-up
+
+
+@needs_mount
+def test_in_the_background_it_serves_when_the_call_returns(mount_point: Path, section: Section, tmp_path: Path) -> None:
+    inherited = os.open(tmp_path, os.O_RDONLY)
+    os.set_inheritable(inherited, True)
+    facts = tmp_path / "facts"
+
+    def run(given: Section, path: Path, options: frozenset[str], ready: Ready) -> None:
+        assert given == section
+        assert path == mount_point
+        open_files = {
+            os.readlink(f"/proc/self/fd/{fd}") for fd in range(3, 200) if os.path.exists(f"/proc/self/fd/{fd}")
+        }
+        standard = [os.readlink(f"/proc/self/fd/{fd}") for fd in range(3)]
+        assert str(tmp_path) not in open_files
+        assert standard == [os.devnull, *[section.values["log_file"]] * 2]
+        facts.write_text(f"{os.getpid()} {os.getsid(0)} {os.getcwd()} {','.join(options)}")
+        logging.getLogger("ucmfs.test").info("a line")
+        os.write(2, b"words of a library\n")
+        with fuse_mount(path):
+            trio.run(serve_fuse, ready)
+        facts.unlink()
+
+    try:
+        mounting.mount(section, mount_point, frozenset({"allow_other"}), run=run)
+    finally:
+        os.close(inherited)
+    pid, session, directory, options = facts.read_text().split()
+    found = mounting.find_mount(mount_point)
+    assert found is not None
+    assert found.source == "empty"
+    assert os.stat(mount_point).st_ino == pyfuse3.ROOT_INODE
+    assert int(session) not in (int(pid), os.getsid(0))  # no terminal can ever be its own
+    assert directory == os.getcwd()
+    assert options == "allow_other"
+    log = Path(section.values["log_file"]).read_text()
+    assert "INFO ucmfs.test: a line\n" in log
+    assert "words of a library\n" in log
+    subprocess.run(["fusermount3", "-u", mount_point], check=True)
+    wait_for_exit(int(pid))
+    assert not facts.exists()
+
+
+@pytest.mark.parametrize("kind", [ConfigError, MountError])
+def test_what_the_daemon_raises_comes_out(mount_point: Path, section: Section, kind: type[UcmfsError]) -> None:
+    def run(*_: object) -> None:
+        raise kind("storage_backends: no such directory")
+
+    with pytest.raises(kind, match=r"^storage_backends: no such directory$"):
+        mounting.mount(section, mount_point, run=run)
+
+
+def test_other_errors_keep_message_and_errno(mount_point: Path, section: Section) -> None:
+    def run(*_: object) -> None:
+        raise StageFull("Posix", "no room")
+
+    with pytest.raises(UcmfsError, match=r"^Posix: no room$") as caught:
+        mounting.mount(section, mount_point, run=run)
+    assert caught.value.errno == errno.ENOSPC
+
+
+def test_an_unexpected_exception_names_the_log_which_has_the_traceback(mount_point: Path, section: Section) -> None:
+    def run(*_: object) -> None:
+        raise ZeroDivisionError("of all things")
+
+    with pytest.raises(MountError, match=rf"ZeroDivisionError: of all things; see {section.values['log_file']}"):
+        mounting.mount(section, mount_point, run=run)
+    assert "Traceback" in Path(section.values["log_file"]).read_text()
+
+
+def test_a_daemon_that_ends_without_a_word_is_an_error(mount_point: Path, section: Section) -> None:
+    with pytest.raises(MountError, match=r"the daemon ended before it served; .*daemon\.log is empty"):
+        mounting.mount(section, mount_point, run=lambda *_: None)
+
+
+@needs_mount
+def test_a_daemon_that_dies_leaves_no_mount(mount_point: Path, section: Section) -> None:
+    def run(_: Section, path: Path, __: object, ready: Ready) -> None:
+        die(path, lambda: logging.getLogger().error("last words"))
+
+    with pytest.raises(MountError, match=r"the daemon ended before it served; .*ends with:\n  .*last words"):
+        mounting.mount(section, mount_point, run=run)
+    assert mounting.find_mount(mount_point) is None
+
+
+@needs_mount
+def test_a_daemon_that_hangs_is_killed_and_leaves_no_mount(mount_point: Path, section: Section) -> None:
+    def run(_: Section, path: Path, __: object, ready: Ready) -> None:
+        with fuse_mount(path):
+            logging.getLogger().warning("pid %d", os.getpid())
+            signal.pause()
+
+    with pytest.raises(
+        MountError, match=r"does not serve after 1 s; the daemon is killed; [^\n]*\n.*pid \d+"
+    ) as caught:
+        mounting.mount(section, mount_point, run=run, timeout=1)
+    assert caught.value.errno == errno.ETIMEDOUT
+    assert mounting.find_mount(mount_point) is None
+    assert has_exited(int(str(caught.value).split()[-1]))
+
+
+def test_ready_without_a_mount_is_not_believed(mount_point: Path, section: Section) -> None:
+    def run(_: Section, path: Path, __: object, ready: Ready) -> None:
+        logging.getLogger().warning("pid %d", os.getpid())
+        ready()
+        signal.pause()
+
+    with pytest.raises(MountError, match="says that it serves, but nothing is mounted"):
+        mounting.mount(section, mount_point, run=run)
+    assert has_exited(int(Path(section.values["log_file"]).read_text().split()[-1]))
+
+
+@needs_mount
+def test_a_live_mount_of_another_is_never_cleared(mount_point: Path, section: Section) -> None:
+    """A second command got past the check while the first was starting, and fails."""
+
+    def run(_: Section, path: Path, __: object, ready: Ready) -> None:
+        subprocess.run(["mount", "-t", "tmpfs", "other", path], check=True)
+        raise ConfigError("cache_dir: in use by another process")
+
+    with pytest.raises(ConfigError, match="in use"):
+        mounting.mount(section, mount_point, run=run)
+    assert mounting.find_mount(mount_point) == mounting.Mount(mount_point, "tmpfs", "other")
+
+
+@needs_mount
+def test_in_the_foreground_it_blocks_until_the_mount_ends(mount_point: Path, section: Section) -> None:
+    reading, writing = os.pipe()
+
+    def run(_: Section, path: Path, __: object, ready: Ready) -> None:
+        def served() -> None:
+            ready()
+            os.write(writing, b"ready")
+
+        with fuse_mount(path):
+            trio.run(serve_fuse, served)
+
+    pid = in_child(lambda: mounting.mount(section, mount_point, run=run, foreground=True))
+    assert os.read(reading, 10) == b"ready"
+    assert mounting.find_mount(mount_point) is not None
+    assert os.waitpid(pid, os.WNOHANG) == (0, 0)
+    subprocess.run(["fusermount3", "-u", mount_point], check=True)
+    assert os.waitpid(pid, 0)[1] == 0
+    os.close(reading)
+    os.close(writing)
+
+
+# Unmount
+
+
+def answering(*left: str, error: str | None = None) -> Callable[[protocol.Request], protocol.Reply]:
+    return lambda request: protocol.Reply(result={"left": list(left), "error": error})
+
+
+def forked_daemon(root: Path, answer: Callable[[protocol.Request], protocol.Reply], after: Ready = lambda: None) -> int:
+    """A daemon in a process of its own, that ends after it answered Unmount. Gives its pid."""
+    daemon = FakeDaemon(root, answer)
+
+    def serve() -> None:
+        daemon._pid = os.getpid()
+        daemon.serve(until=protocol.Unmount)
+        after()
+
+    pid = in_child(serve)
+    daemon._listener.close()
+    return pid
+
+
+def test_unmount_returns_when_the_daemon_has_exited(mount_point: Path) -> None:
+    pid = forked_daemon(mount_point, answering())
+    mounting.unmount(mount_point, timeout=20)
+    assert has_exited(pid)
+    assert os.waitpid(pid, 0)[1] == 0
+
+
+@needs_mount
+def test_unmount_waits_until_the_mount_is_gone(mount_point: Path) -> None:
+    subprocess.run(["mount", "-t", "tmpfs", "x", mount_point], check=True)
+    reading, writing = os.pipe()
+
+    def unmount_once_told() -> None:
+        os.read(reading, 1)
+        subprocess.run(["umount", "-l", mount_point], check=True)
+
+    # The daemon exits at once, another process unmounts later: only the wait for the mount can tell.
+    pid = forked_daemon(mount_point, answering(), lambda: os.write(writing, b"x") and None)
+    other = in_child(unmount_once_told)
+    mounting.unmount(mount_point, timeout=20)
+    assert mounting.find_mount(mount_point) is None
+    for child in (pid, other):
+        assert os.waitpid(child, 0)[1] == 0
+    os.close(reading)
+    os.close(writing)
+
+
+def test_dirty_blocks_keep_it_mounted_and_are_named(mount_point: Path) -> None:
+    names = [f"abc/{number}" for number in range(12)]
+    with FakeDaemon(mount_point, answering(*names, error="Posix: no room")) as daemon:
+        with pytest.raises(MountError) as caught:
+            mounting.unmount(mount_point, timeout=2.5)
+        assert daemon.requests == [protocol.Unmount(2.5, False)]
+    message = str(caught.value)
+    assert "stays mounted: 12 dirty blocks are left (Posix: no room): abc/0, abc/1, " in message
+    assert "abc/9, ...;" in message
+    assert "abc/10" not in message
+
+
+def test_an_error_without_names_keeps_it_mounted_too(mount_point: Path) -> None:
+    with (
+        FakeDaemon(mount_point, answering(error="Posix: no answer")),
+        pytest.raises(MountError, match="stays mounted: Posix: no answer"),
+    ):
+        mounting.unmount(mount_point)
+
+
+def test_force_ends_it_and_says_what_is_left(mount_point: Path) -> None:
+    pid = forked_daemon(mount_point, answering("abc/1"))
+    with pytest.raises(MountError, match="unmounted, but 1 dirty blocks are left: abc/1; what is dirty is kept"):
+        mounting.unmount(mount_point, force=True)
+    assert has_exited(pid)
+    os.waitpid(pid, 0)
+
+
+def test_a_refusal_of_the_daemon_comes_out(mount_point: Path) -> None:
+    def answer(_: protocol.Request) -> protocol.Reply:
+        return protocol.Reply(fault=protocol.Fault(errno.EPERM, "only root may"))
+
+    with FakeDaemon(mount_point, answer), pytest.raises(UcmfsError, match="only root may"):
+        mounting.unmount(mount_point)
+
+
+def test_a_directory_is_no_mount(mount_point: Path) -> None:
+    with pytest.raises(MountError, match=rf"^{mount_point}: is not a mount$"):
+        mounting.unmount(mount_point)
+
+
+@needs_mount
+def test_the_mounts_of_others_stay(mount_point: Path) -> None:
+    subprocess.run(["mount", "-t", "tmpfs", "x", mount_point], check=True)
+    with pytest.raises(MountError, match=r"is a mount, but not of ucmfs \(tmpfs of x\)"):
+        mounting.unmount(mount_point, force=True)
+    assert mounting.find_mount(mount_point) is not None
+
+
+@needs_mount
+def test_unmount_clears_a_dead_mount(mount_point: Path, caplog: pytest.LogCaptureFixture) -> None:
+    make_dead_mount(mount_point)
+    mounting.unmount(mount_point)
+    assert mounting.find_mount(mount_point) is None
+    assert "unmounting a dead mount" in caplog.text
+
+
+@needs_mount
+@pytest.mark.parametrize("force", [False, True])
+def test_a_daemon_that_does_not_listen_needs_force(mount_point: Path, force: bool) -> None:
+    subprocess.run(["mount", "-t", "tmpfs", "x", mount_point], check=True)
+    daemon = FakeDaemon(mount_point, answering())
+    daemon._listener.close()
+    if force:
+        mounting.unmount(mount_point, force=True)
+    else:
+        with pytest.raises(MountError, match="the daemon does not answer; --force unmounts it all the same"):
+            mounting.unmount(mount_point)
+    assert (mounting.find_mount(mount_point) is None) == force
+
+
+@needs_mount
+def test_umount_serves_where_fusermount3_is_missing(
+    mount_point: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_dead_mount(mount_point)
+    umount = shutil.which("umount")
+    assert umount is not None
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/umount").symlink_to(umount)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    mounting.unmount(mount_point)
+    assert mounting.find_mount(mount_point) is None

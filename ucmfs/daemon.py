@@ -1,0 +1,268 @@
+"""The daemon: one trio program that runs the pipeline, the mount and its control socket, and ends them in order."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import select
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pyfuse3
+import trio
+import yaml
+
+from ucmfs.config import Section, masked
+from ucmfs.control import protocol, server
+from ucmfs.errors import MountError, sole_error
+from ucmfs.fuse.operations import Operations
+from ucmfs.fuse.virtual import Virtual
+from ucmfs.pipeline import builder
+from ucmfs.pipeline.pipeline import Pipeline
+from ucmfs.telemetry import RecentLog, metrics_text
+
+__all__ = ["check", "run"]
+
+log = logging.getLogger(__name__)
+
+MIN_TASKS = 10
+LAST_FLUSH = 30.0
+"""Seconds that the end of a mount waits for dirty blocks; what is left is found by the next mount."""
+_BACKLOG = 128
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_SYS_OPEN_TREE, _OPEN_TREE_CLONE, _AT_FDCWD = 428, 1, -100
+
+
+def check(section: Section) -> None:
+    """Check a configuration wholly; nothing is built. Raises ConfigError."""
+    builder.check(section)
+
+
+def run(section: Section, mount_point: Path, options: frozenset[str], ready: Callable[[], None]) -> None:
+    """Serve *mount_point* until it is unmounted; call *ready* once it serves.
+
+    Raises ConfigError or MountError if it cannot start.
+    """
+    recent = RecentLog()
+    logging.getLogger("ucmfs").addHandler(recent)
+    try:
+        mount = _Mount(section, mount_point, options, ready, recent)
+        trio.run(mount.main)
+    except BaseExceptionGroup as group:
+        raise sole_error(group) from None
+    finally:
+        logging.getLogger("ucmfs").removeHandler(recent)
+
+
+class _Mount:
+    """What belongs to one mount. The nursery of main() owns every task; see ucmfs/DESIGN.md for the order of ends."""
+
+    def __init__(
+        self,
+        section: Section,
+        mount_point: Path,
+        options: frozenset[str],
+        ready: Callable[[], None],
+        recent: RecentLog,
+    ) -> None:
+        self._mount_point = mount_point
+        self._options = options
+        self._ready = ready
+        self._started = time.time()
+        self._pipeline: Pipeline = builder.build(section, mount_point=str(mount_point))
+        config = yaml.safe_dump(masked(section), sort_keys=False)
+
+        async def text(value: str) -> bytes:
+            return value.encode()
+
+        self._virtual = Virtual(
+            {
+                "stats": self._stats_text,
+                "stats.json": self._stats_json,
+                "metrics": self._metrics,
+                "config.yaml": lambda: text(config),
+                "log": lambda: text(recent.text()),
+            }
+        )
+        self._operations = Operations(self._pipeline, self._virtual)
+        self._listener: socket.socket | None = None
+        self._anchor: int | None = None
+        self._answered = trio.Event()
+        self._answered.set()
+
+    async def main(self) -> None:
+        async with self._pipeline.running():
+            self._mount()
+            try:
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(self._serve_fuse, nursery.cancel_scope)
+                    nursery.start_soon(self._heed_signals)
+                    await trio.to_thread.run_sync(self._bind)
+                    assert self._listener is not None
+                    hooks = server.Hooks(
+                        self._operations.changed_elsewhere, self._unmount, lambda: self._answered.set(), self._stats
+                    )
+                    nursery.start_soon(server.serve_listener, self._pipeline, self._listener, hooks)
+                    nursery.start_soon(self._watch_mount)
+                    log.info("serving %s at %s", self._pipeline.description, self._mount_point)
+                    self._ready()
+            finally:
+                self._close_socket()
+                pyfuse3.close(unmount=True)
+                self._operations.close_all()
+                with trio.CancelScope(shield=True):
+                    await self._last_flush()
+
+    # Start
+
+    def _mount(self) -> None:
+        options = {"default_permissions", "fsname=ucmfs", "subtype=ucmfs", *self._options}
+        if os.geteuid() == 0:
+            options.add("allow_other")
+        try:
+            pyfuse3.init(self._operations, str(self._mount_point), options)
+        except RuntimeError as error:
+            raise MountError(
+                f"{self._mount_point}: the kernel or fusermount3 refused the mount; its message is above, or in the log"
+            ) from error
+
+    async def _serve_fuse(self, scope: trio.CancelScope) -> None:
+        try:
+            await pyfuse3.main(min_tasks=MIN_TASKS)
+        finally:
+            with trio.move_on_after(1) as grace:
+                grace.shield = True
+                await self._answered.wait()
+            scope.cancel()
+
+    def _bind(self) -> None:
+        """Bind `.ucmfs/sock` through the mount itself: the kernel asks this daemon to make the node.
+
+        A bound socket holds the mount it was bound through, which would keep the user from unmounting it. So it goes
+        through a private copy of the mount that nobody sees, where the kernel lets us make one.
+        """
+        root: int = _libc.syscall(
+            _SYS_OPEN_TREE, _AT_FDCWD, os.fsencode(self._mount_point), _OPEN_TREE_CLONE | os.O_CLOEXEC
+        )
+        if root < 0:
+            log.info("no private copy of the mount (%s): unmount with `ucmfs umount`", os.strerror(ctypes.get_errno()))
+            root = os.open(self._mount_point, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._anchor = root
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener = listener
+        listener.bind(f"/proc/self/fd/{root}/.ucmfs/sock")
+        listener.listen(_BACKLOG)
+        listener.setblocking(False)
+
+    # End
+
+    def _close_socket(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+        if self._anchor is not None:
+            os.close(self._anchor)
+            self._anchor = None
+
+    async def _watch_mount(self) -> None:
+        """When the user unmounts, let go of our own copy of the mount: then the kernel ends the connection."""
+        device = await trio.to_thread.run_sync(lambda: os.stat(self._mount_point).st_dev)
+        wanted = f"{os.major(device)}:{os.minor(device)}"
+        with open("/proc/self/mountinfo", "rb") as mountinfo:  # noqa: ASYNC230 - procfs does not block
+            poll = select.poll()
+            poll.register(mountinfo, select.POLLPRI | select.POLLERR)
+            limiter = trio.CapacityLimiter(1)
+            while True:
+                mountinfo.seek(0)
+                if not any(line.split()[2].decode() == wanted for line in mountinfo):
+                    break
+                await trio.to_thread.run_sync(poll.poll, abandon_on_cancel=True, limiter=limiter)
+        log.info("%s was unmounted", self._mount_point)
+        self._close_socket()
+
+    async def _heed_signals(self) -> None:
+        with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+            async for number in signals:
+                log.info("%s: writing back and unmounting", signal.Signals(number).name)
+                answer = await self._unmount(protocol.Unmount(timeout=LAST_FLUSH, force=True))
+                self._answered.set()
+                if answer["error"]:
+                    log.error("%s", answer["error"])
+
+    async def _unmount(self, request: protocol.Unmount) -> dict[str, Any]:
+        """Write everything back, then end the mount unless something is left or has files open."""
+        flushed = await self._pipeline.flush(timeout=request.timeout)
+        error = None if flushed.error is None else str(flushed.error)
+        if flushed.left and not request.force:
+            return {"left": flushed.left[: protocol.MAX_NAMES], "error": error or "not written back in time"}
+        self._answered = trio.Event()
+        failed = await trio.to_thread.run_sync(self._umount, request.force)
+        return {"left": flushed.left[: protocol.MAX_NAMES], "error": failed or error}
+
+    def _umount(self, force: bool) -> str | None:
+        """Take the mount away; None, or why it stays."""
+        if os.geteuid() == 0:
+            mnt_detach, no_follow = 2, 8
+            flags = no_follow | (mnt_detach if force else 0)
+            if _libc.umount2(os.fsencode(self._mount_point), flags) == 0:
+                return None
+            return f"{self._mount_point}: {os.strerror(ctypes.get_errno())}; close the files that are open on it"
+        self._close_socket()
+        done = subprocess.run(
+            ["fusermount3", "-u", *(["-z"] if force else []), str(self._mount_point)],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        return None if done.returncode == 0 else done.stderr.strip()
+
+    async def _last_flush(self) -> None:
+        flushed = await self._pipeline.flush(timeout=LAST_FLUSH)
+        if flushed.left:
+            log.error(
+                "%d blocks are not written back (%s); they stay in %s for the next mount",
+                len(flushed.left),
+                flushed.error or "out of time",
+                self._pipeline.cache.directory,
+            )
+
+    # What `.ucmfs` shows
+
+    async def _stats(self) -> dict[str, Any]:
+        return {
+            "version": version("ucmfs"),
+            "pid": os.getpid(),
+            "mount_point": str(self._mount_point),
+            "uptime_s": round(time.time() - self._started, 3),
+            "inodes": len(self._operations.inodes),
+            "open_files": len(self._operations.inodes.handles),
+            **await self._pipeline.stats(),
+        }
+
+    async def _stats_json(self) -> bytes:
+        return msgspec.json.format(msgspec.json.encode(await self._stats()), indent=2) + b"\n"
+
+    async def _stats_text(self) -> bytes:
+        lines = []
+        for key, value in (await self._stats()).items():
+            if key == "stages":
+                for stage in value:
+                    figures = " ".join(f"{name}={figure}" for name, figure in stage.items() if name != "label")
+                    lines.append(f"stage {stage['label']}: {figures}")
+            elif key == "errors":
+                lines.extend(f"error {kind}: {count}" for kind, count in value.items())
+            else:
+                lines.append(f"{key}: {value}")
+        return "".join(f"{line}\n" for line in lines).encode()
+
+    async def _metrics(self) -> bytes:
+        return metrics_text(await self._stats())

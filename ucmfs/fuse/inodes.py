@@ -1,0 +1,245 @@
+"""Inodes and handles: what the kernel's numbers mean.
+
+An inode is one version of one block, or a directory. A name whose contents are replaced gets a new inode at its
+next lookup, and who has the old one open goes on reading the old bytes. A block being written has an inode of its
+own, which its writers see under its name before anybody else does.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+
+import pyfuse3
+import trio
+
+from ucmfs.block import Attributes
+from ucmfs.stages.cache import OpenBlock, Staging
+
+__all__ = ["FIRST_NUMBER", "Handle", "Inode", "Inodes", "Writing"]
+
+FIRST_NUMBER = 64
+"""Numbers below are the root's and those of `.ucmfs/`."""
+
+
+class Writing:
+    """A version of a block that is being written.
+
+    `in_place` tells that it began as a copy of a published block, without O_TRUNC. `killed` is what /proc said at
+    the latest close; `flushed` that nothing was written since, so that the last close is likely on its way.
+    """
+
+    __slots__ = ("claimed", "flushed", "in_place", "killed", "openers", "settled", "staging")
+
+    def __init__(self, staging: Staging, opener: int, *, in_place: bool = False, claimed: bool = True) -> None:
+        self.staging = staging
+        self.openers = {opener}
+        self.in_place = in_place
+        self.claimed = claimed
+        """False between an open that was told to look again (ESTALE) and the open that follows it."""
+        self.killed = False
+        self.flushed = False
+        self.settled = trio.Event()
+
+    @property
+    def has_data(self) -> bool:
+        return self.staging.attributes().size > 0
+
+
+class Inode:
+    """One inode. `name` is where it is, or was for an orphan: one whose name is gone or belongs to another."""
+
+    __slots__ = ("attributes", "file", "handles", "lock", "lookups", "name", "number", "orphan", "writers", "writing")
+
+    def __init__(self, number: int, name: str, attributes: Attributes) -> None:
+        self.number = number
+        self.name = name
+        self.attributes = attributes
+        self.orphan = False
+        self.lookups = 0
+        self.handles = 0
+        self.writers = 0
+        """How many of the handles may write."""
+        self.file: OpenBlock | None = None
+        """The published block, while there are handles and it is not being written."""
+        self.writing: Writing | None = None
+        self.lock: trio.Lock | None = None
+        """Held while its contents are opened or copied, which may take checkpoints."""
+
+    @property
+    def is_directory(self) -> bool:
+        return self.attributes.is_directory
+
+    def locked(self) -> trio.Lock:
+        if self.lock is None:
+            self.lock = trio.Lock()
+        return self.lock
+
+
+class Handle:
+    """One open of an inode."""
+
+    __slots__ = ("inode", "opener", "writable")
+
+    def __init__(self, inode: Inode, opener: int, writable: bool) -> None:
+        self.inode = inode
+        self.opener = opener
+        """The process; 0 if unknown or of no interest."""
+        self.writable = writable
+
+
+class Inodes:
+    """The table. Touched on the trio loop only, and consistent between any two checkpoints."""
+
+    def __init__(self) -> None:
+        self._next = FIRST_NUMBER
+        self._by_number: dict[int, Inode] = {}
+        self._by_name: dict[str, Inode] = {}
+        self._writings: dict[str, list[Inode]] = {}
+        self.handles: dict[int, Handle] = {}
+        self._next_handle = 1
+        root = Inode(pyfuse3.ROOT_INODE, "", Attributes(0, 0, 0o040755))
+        root.lookups = 1
+        self._by_number[root.number] = self._by_name[""] = root
+
+    def get(self, number: int) -> Inode:
+        """The inode of *number*. Raises FUSEError ESTALE if there is none."""
+        try:
+            return self._by_number[number]
+        except KeyError:
+            raise pyfuse3.FUSEError(errno.ESTALE) from None
+
+    def __len__(self) -> int:
+        return len(self._by_number)
+
+    def named(self, name: str) -> Inode | None:
+        """The inode that stands for the published version of *name*, if the kernel knows one."""
+        return self._by_name.get(name)
+
+    def bind(self, name: str, attributes: Attributes) -> Inode:
+        """The inode of the published *name* with *attributes*: the one there is, if it is the same version."""
+        inode = self._by_name.get(name)
+        if inode is not None:
+            same_kind = inode.is_directory == attributes.is_directory
+            if same_kind and (inode.is_directory or inode.writing or inode.attributes.version == attributes.version):
+                inode.attributes = attributes
+                return inode
+            self.detach(inode)
+        inode = self._new(name, attributes)
+        self._by_name[name] = inode
+        return inode
+
+    def _new(self, name: str, attributes: Attributes) -> Inode:
+        inode = Inode(self._next, name, attributes)
+        self._next += 1
+        self._by_number[inode.number] = inode
+        return inode
+
+    def detach(self, inode: Inode) -> None:
+        """The name of *inode* is gone, or another's from now on."""
+        if self._by_name.get(inode.name) is inode:
+            del self._by_name[inode.name]
+        self._unlist(inode)
+        inode.orphan = True
+        self._drop_unused(inode)
+
+    def forget(self, number: int, lookups: int) -> None:
+        inode = self._by_number.get(number)
+        if inode is not None and number != pyfuse3.ROOT_INODE:
+            inode.lookups -= lookups
+            self._drop_unused(inode)
+
+    def _drop_unused(self, inode: Inode) -> None:
+        if inode.lookups > 0 or inode.handles or inode.writing is not None:
+            return
+        self._by_number.pop(inode.number, None)
+        if self._by_name.get(inode.name) is inode:
+            del self._by_name[inode.name]
+
+    # Blocks being written
+
+    def start_writing(self, name: str, writing: Writing) -> Inode:
+        """A new inode for a new version of *name*."""
+        inode = self._new(name, writing.staging.attributes())
+        inode.writing = writing
+        self._writings.setdefault(name, []).append(inode)
+        return inode
+
+    def start_in_place(self, inode: Inode, writing: Writing) -> None:
+        """*inode* itself is changed from now on."""
+        inode.writing = writing
+        if not inode.orphan:
+            self._writings.setdefault(inode.name, []).append(inode)
+
+    def end_writing(self, inode: Inode, *, published: bool) -> None:
+        """The last writer of *inode* is gone. If *published*, it stands for its name from now on."""
+        writing = inode.writing
+        assert writing is not None
+        self._unlist(inode)
+        inode.writing = None
+        if published:
+            before = self._by_name.get(inode.name)
+            if before is not None and before is not inode:
+                self.detach(before)
+            self._by_name[inode.name] = inode
+        else:
+            self.detach(inode)
+        writing.settled.set()
+        self._drop_unused(inode)
+
+    def _unlist(self, inode: Inode) -> None:
+        writers = self._writings.get(inode.name, [])
+        if inode in writers:
+            writers.remove(inode)
+            if not writers:
+                del self._writings[inode.name]
+
+    def written(self, name: str) -> list[Inode]:
+        """The inodes being written under *name*, oldest first."""
+        return self._writings.get(name, [])
+
+    def written_below(self, directory: str) -> Iterator[str]:
+        """Names below *directory* that are being written."""
+        prefix = directory + "/" if directory else ""
+        return (name for name in self._writings if name.startswith(prefix))
+
+    # Names
+
+    def rename(self, inode: Inode, new: str) -> None:
+        """*inode* is called *new* from now on; whatever is there is detached by the caller."""
+        if self._by_name.get(inode.name) is inode:
+            del self._by_name[inode.name]
+            self._by_name[new] = inode
+        if inode in self._writings.get(inode.name, []):
+            self._unlist(inode)
+            self._writings.setdefault(new, []).append(inode)
+        inode.name = new
+
+    def rename_below(self, old: str, new: str) -> None:
+        """A directory is renamed: so is all below it."""
+        prefix = old + "/"
+        for inode in [inode for inode in self._by_number.values() if inode.name.startswith(prefix)]:
+            self.rename(inode, f"{new}/{inode.name[len(prefix) :]}")
+
+    # Handles
+
+    def open_handle(self, inode: Inode, *, opener: int = 0, writable: bool = False) -> int:
+        """A new handle; 32 bits, for the upper half of the kernel's 64 is the relay's."""
+        number = self._next_handle
+        while number in self.handles:
+            number = number % 0xFFFFFFFF + 1
+        self._next_handle = number % 0xFFFFFFFF + 1
+        self.handles[number] = Handle(inode, opener, writable)
+        inode.handles += 1
+        inode.writers += writable
+        return number
+
+    def close_handle(self, number: int) -> Handle:
+        handle = self.handles.pop(number)
+        handle.inode.handles -= 1
+        handle.inode.writers -= handle.writable
+        return handle
+
+    def settle(self, inode: Inode) -> None:
+        """*inode* lost its last handle: forget it if the kernel does not know it either."""
+        self._drop_unused(inode)

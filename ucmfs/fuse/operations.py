@@ -1,0 +1,769 @@
+"""The FUSE handlers: from the kernel's requests to the pipeline's operations, and no more than that.
+
+What the mount promises to those who write, beyond POSIX:
+
+- A file being written at a final name is seen by the processes that write it and their children. For everybody
+  else the name is what it was before, until the last writable close publishes it whole.
+- open(O_TRUNC) of a file that others have open never touches their bytes: the opener is told to look again (ESTALE,
+  which the kernel does by itself) and finds an inode of its own.
+- Writing to a published block without O_TRUNC changes a copy, which replaces the block at the last writable close.
+- A file whose last writable close comes from a process that a signal ends is dropped.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import logging
+import os
+import stat
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import pyfuse3
+import trio
+
+from ucmfs.block import OWN_XATTRS, Attributes, Changes, check_name, looks_temporary
+from ucmfs.errors import BlockExists, BlockNotFound, UcmfsError
+from ucmfs.fuse.inodes import Inode, Inodes, Writing
+from ucmfs.fuse.process import being_killed, lineage, process_of
+from ucmfs.fuse.virtual import DIRECTORY_NAME, Virtual
+from ucmfs.pipeline.pipeline import Pipeline
+from ucmfs.stages.base import Entry
+from ucmfs.stages.cache import OpenBlock
+
+__all__ = ["Operations"]
+
+log = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+SETTLE_WAIT = 0.25
+"""Seconds that a lookup waits for a block whose writer closed it, where the kernel is late to say it was the last."""
+STAT_BLOCK = 4096
+
+
+def handler(
+    method: Callable[Concatenate[Operations, P], Coroutine[Any, Any, R]],
+) -> Callable[Concatenate[Operations, P], Coroutine[Any, Any, R]]:
+    """The one wrapper of all handlers: whatever goes wrong, the caller gets an errno and the mount goes on."""
+
+    @functools.wraps(method)
+    async def wrapped(self: Operations, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return await method(self, *args, **kwargs)
+        except pyfuse3.FUSEError:
+            raise
+        except UcmfsError as error:
+            if not isinstance(error, (BlockNotFound, BlockExists)):
+                log.info("%s: %s", method.__name__, error)
+            raise pyfuse3.FUSEError(error.errno or errno.EIO) from error
+        except OSError as error:
+            log.warning("%s: %s", method.__name__, error)
+            raise pyfuse3.FUSEError(error.errno or errno.EIO) from error
+        except Exception as error:
+            log.exception("unexpected error in %s", method.__name__)
+            self.pipeline.counters.unexpected += 1
+            raise pyfuse3.FUSEError(errno.EIO) from error
+
+    return wrapped
+
+
+class _Listing:
+    """An open directory: the stream of its entries, and the one that did not fit in the last reply."""
+
+    def __init__(self, inode: Inode) -> None:
+        self.inode = inode
+        self.position = 0
+        self.batches: AsyncIterator[Sequence[Entry]] | None = None
+        self.batch: Sequence[Entry] = ()
+        self.at = 0
+
+
+class Operations(pyfuse3.Operations):
+    """The handlers of one mount."""
+
+    supports_dot_lookup = False
+    enable_writeback_cache = False
+
+    def __init__(self, pipeline: Pipeline, virtual: Virtual) -> None:
+        super().__init__()
+        self.pipeline = pipeline
+        self.virtual = virtual
+        self.inodes = Inodes()
+        self._ttl = pipeline.options.consistency_ttl
+        self._listings: dict[int, _Listing] = {}
+        self._next_listing = 1
+
+    # Names
+
+    def _path(self, parent: int, name: bytes) -> str:
+        directory = self.inodes.get(parent)
+        if directory.orphan:
+            raise pyfuse3.FUSEError(errno.ENOENT)
+        path = os.fsdecode(name)
+        if directory.name:
+            path = f"{directory.name}/{path}"
+        return check_name(path)
+
+    def _refuse_virtual(self, parent: int, *names: bytes) -> None:
+        """`.ucmfs` and what is in it are not for changing."""
+        if self.virtual.owns(parent) or (parent == pyfuse3.ROOT_INODE and DIRECTORY_NAME in names):
+            raise pyfuse3.FUSEError(errno.EPERM)
+
+    async def _writing(self, path: str, pid: int) -> Inode | None:
+        """The inode being written under *path* that thread *pid* may see; waits for one about to be published."""
+        inodes = self.inodes.written(path)
+        if not inodes:
+            return None
+        family = set(lineage(pid))
+        for inode in reversed(inodes):
+            writing = inode.writing
+            # A process that cannot be seen from here (pid 0, another pid namespace) sees what POSIX says.
+            if writing is not None and (not family or not family.isdisjoint(writing.openers)):
+                return inode
+        for inode in list(inodes):
+            if inode.writing is not None and not inode.writing.claimed:
+                self._drop_unclaimed(inode)
+            elif inode.writing is not None and inode.writing.flushed:
+                with trio.move_on_after(SETTLE_WAIT):
+                    await inode.writing.settled.wait()
+        return None
+
+    async def _find(self, path: str, pid: int) -> Inode:
+        """The inode that *path* is to thread *pid*. Raises BlockNotFound."""
+        inode = await self._writing(path, pid)
+        if inode is not None:
+            return inode
+        attributes = self.pipeline.peek(path)
+        if attributes is None:
+            [attributes] = await self.pipeline.lookup([path])
+        if attributes is not None:
+            return self.inodes.bind(path, attributes)
+        others = self.inodes.written(path)
+        if others and looks_temporary(path):
+            # Nobody takes it for a block, and who shares a temporary name has to find it.
+            return others[-1]
+        raise BlockNotFound(path)
+
+    def _entry(self, inode: Inode) -> pyfuse3.EntryAttributes:
+        """What the kernel is told of *inode*; for how long it may believe it."""
+        attributes = inode.attributes
+        ttl = self._ttl
+        if inode.writing is not None:
+            attributes = inode.writing.staging.attributes()
+            ttl = 0
+        entry = entry_attributes(inode.number, attributes, ttl)
+        if inode.orphan:
+            entry.st_nlink = 0
+        return entry
+
+    @handler
+    async def lookup(self, parent: int, name: bytes, ctx: pyfuse3.RequestContext) -> pyfuse3.EntryAttributes:
+        if self.virtual.owns(parent) or (parent == pyfuse3.ROOT_INODE and name == DIRECTORY_NAME):
+            return self.virtual.lookup(parent, name)
+        inode = await self._find(self._path(parent, name), ctx.pid)
+        inode.lookups += 1
+        return self._entry(inode)
+
+    async def forget(self, inode_list: Sequence[tuple[int, int]]) -> None:
+        for number, lookups in inode_list:
+            self.inodes.forget(number, lookups)
+
+    @handler
+    async def getattr(self, number: int, ctx: pyfuse3.RequestContext) -> pyfuse3.EntryAttributes:
+        if self.virtual.owns(number):
+            return self.virtual.attributes(number)
+        inode = self.inodes.get(number)
+        if inode.writing is None and not inode.orphan:
+            await self._refresh(inode)
+        return self._entry(inode)
+
+    async def _refresh(self, inode: Inode) -> None:
+        attributes = self.pipeline.peek(inode.name)
+        if attributes is None:
+            [attributes] = await self.pipeline.lookup([inode.name])
+        if attributes is None:
+            if inode.file is None and not inode.is_directory:
+                raise pyfuse3.FUSEError(errno.ENOENT)
+        elif inode.is_directory or attributes.version == inode.attributes.version:
+            inode.attributes = attributes
+
+    # Attributes
+
+    @handler
+    async def setattr(
+        self,
+        number: int,
+        attr: pyfuse3.EntryAttributes,
+        fields: pyfuse3.SetattrFields,
+        fh: int | None,
+        ctx: pyfuse3.RequestContext,
+    ) -> pyfuse3.EntryAttributes:
+        if self.virtual.owns(number):
+            raise pyfuse3.FUSEError(errno.EPERM)
+        inode = self.inodes.get(number)
+        if fields.update_size:
+            await self._truncate(inode, attr.st_size)
+        changes = Changes(
+            mode=stat.S_IMODE(attr.st_mode) if fields.update_mode else None,
+            uid=attr.st_uid if fields.update_uid else None,
+            gid=attr.st_gid if fields.update_gid else None,
+            atime_ns=attr.st_atime_ns if fields.update_atime else None,
+            mtime_ns=attr.st_mtime_ns if fields.update_mtime and not fields.update_size else None,
+        )
+        if changes != Changes():
+            await self._change(inode, changes)
+        return self._entry(inode)
+
+    async def _change(self, inode: Inode, changes: Changes) -> None:
+        if inode.writing is not None:
+            self.pipeline.change_staging(inode.writing.staging, changes)
+            return
+        if inode.orphan:
+            return
+        await self.pipeline.update(inode.name, changes)
+        await self._adopt_version(inode)
+
+    async def _adopt_version(self, inode: Inode) -> None:
+        """Its times changed, its bytes did not: it is still the same inode."""
+        [attributes] = await self.pipeline.lookup([inode.name])
+        if attributes is not None:
+            inode.attributes = attributes
+
+    async def _truncate(self, inode: Inode, size: int) -> None:
+        if inode.is_directory:
+            raise pyfuse3.FUSEError(errno.EISDIR)
+        if inode.writing is None and size == inode.attributes.size:
+            return
+        writing = await self._start_in_place(inode)
+        os.ftruncate(writing.staging.fd, size)
+        writing.staging.settle()
+        if not inode.writers:
+            self._end_writing(inode)
+
+    @handler
+    async def getxattr(self, number: int, name: bytes, ctx: pyfuse3.RequestContext) -> bytes:
+        inode = self._with_xattrs(number)
+        key = os.fsdecode(name)
+        if inode is None or not key.startswith("user."):
+            raise pyfuse3.FUSEError(pyfuse3.ENOATTR)
+        value = (await self._xattrs(inode)).get(key)
+        if value is None:
+            raise pyfuse3.FUSEError(pyfuse3.ENOATTR)
+        return value
+
+    @handler
+    async def listxattr(self, number: int, ctx: pyfuse3.RequestContext) -> Sequence[bytes]:
+        inode = self._with_xattrs(number)
+        return [] if inode is None else [os.fsencode(key) for key in await self._xattrs(inode)]
+
+    def _with_xattrs(self, number: int) -> Inode | None:
+        return None if self.virtual.owns(number) else self.inodes.get(number)
+
+    async def _xattrs(self, inode: Inode) -> dict[str, bytes]:
+        """The user's xattrs, and for a published block those that ucmfs tells."""
+        if inode.writing is not None:
+            return self.pipeline.staging_xattrs(inode.writing.staging)
+        if inode.orphan:
+            return {}
+        found = {
+            key: value
+            for key, value in (await self.pipeline.xattrs(inode.name)).items()
+            if not key.startswith(OWN_XATTRS)
+        }
+        if inode.is_directory:
+            return found
+        location = await self.pipeline.locate(inode.name)
+        if location is not None:
+            found[OWN_XATTRS + "stage"] = ",".join(location.stages).encode()
+            found[OWN_XATTRS + "state"] = location.state.encode()
+            if location.digest is not None:
+                found[OWN_XATTRS + "digest"] = location.digest.encode()
+            if location.pinned:
+                found[OWN_XATTRS + "pin"] = b"1"
+        return found
+
+    @handler
+    async def setxattr(self, number: int, name: bytes, value: bytes, ctx: pyfuse3.RequestContext) -> None:
+        await self._set_xattr(number, os.fsdecode(name), value)
+
+    @handler
+    async def removexattr(self, number: int, name: bytes, ctx: pyfuse3.RequestContext) -> None:
+        key = os.fsdecode(name)
+        inode = self._with_xattrs(number)
+        if inode is not None and key not in await self._xattrs(inode):
+            raise pyfuse3.FUSEError(pyfuse3.ENOATTR)
+        await self._set_xattr(number, key, None)
+
+    async def _set_xattr(self, number: int, key: str, value: bytes | None) -> None:
+        inode = self._with_xattrs(number)
+        if inode is None:
+            raise pyfuse3.FUSEError(errno.EPERM)
+        if not key.startswith("user."):
+            raise pyfuse3.FUSEError(errno.EOPNOTSUPP)
+        if key.startswith(OWN_XATTRS):
+            await self._act(inode, key.removeprefix(OWN_XATTRS), value)
+        else:
+            await self._change(inode, Changes(xattrs={key: value}))
+
+    async def _act(self, inode: Inode, verb: str, value: bytes | None) -> None:
+        """Setting one of ucmfs's own xattrs asks for something."""
+        if inode.writing is not None or inode.is_directory or inode.orphan:
+            raise pyfuse3.FUSEError(errno.EBUSY if inode.writing else errno.EINVAL)
+        if verb == "pin":
+            await self.pipeline.pin(inode.name, value not in (None, b"", b"0"))
+        elif verb == "evict" and value is not None:
+            self.pipeline.evict(inode.name)
+        elif verb == "prefetch" and value is not None:
+            await self.pipeline.prefetch([inode.name])
+        else:
+            raise pyfuse3.FUSEError(errno.EPERM)
+
+    @handler
+    async def statfs(self, ctx: pyfuse3.RequestContext) -> pyfuse3.StatvfsData:
+        usage = await self.pipeline.usage()
+        free = usage.free or 0
+        total = usage.capacity if usage.capacity is not None else usage.used + free
+        data = pyfuse3.StatvfsData()
+        data.f_bsize = data.f_frsize = STAT_BLOCK
+        data.f_blocks = total // STAT_BLOCK
+        data.f_bfree = max(0, total - usage.used) // STAT_BLOCK
+        data.f_bavail = free // STAT_BLOCK
+        data.f_files = data.f_ffree = data.f_favail = 0
+        data.f_namemax = 255
+        return data
+
+    # Directories
+
+    @handler
+    async def mkdir(self, parent: int, name: bytes, mode: int, ctx: pyfuse3.RequestContext) -> pyfuse3.EntryAttributes:
+        self._refuse_virtual(parent, name)
+        path = self._path(parent, name)
+        if self.inodes.written(path):
+            raise pyfuse3.FUSEError(errno.EEXIST)
+        await self.pipeline.make_directory(path, Attributes(0, 0, mode, ctx.uid, ctx.gid))
+        attributes = self.pipeline.peek(path)
+        assert attributes is not None
+        inode = self.inodes.bind(path, attributes)
+        inode.lookups += 1
+        return self._entry(inode)
+
+    @handler
+    async def rmdir(self, parent: int, name: bytes, ctx: pyfuse3.RequestContext) -> None:
+        self._refuse_virtual(parent, name)
+        path = self._path(parent, name)
+        if any(self.inodes.written_below(path)):
+            raise pyfuse3.FUSEError(errno.ENOTEMPTY)
+        await self.pipeline.remove_directory(path)
+        inode = self.inodes.named(path)
+        if inode is not None:
+            self.inodes.detach(inode)
+
+    @handler
+    async def opendir(self, number: int, ctx: pyfuse3.RequestContext) -> int:
+        handle = self._next_listing
+        self._next_listing += 1
+        if self.virtual.owns(number):
+            self._listings[handle] = _Listing(Inode(number, "", self.virtual.directory))
+        else:
+            self._listings[handle] = _Listing(self.inodes.get(number))
+        return handle
+
+    @handler
+    async def readdir(self, fh: int, start_id: int, token: pyfuse3.ReaddirToken) -> None:
+        listing = self._listings[fh]
+        if self.virtual.owns(listing.inode.number):
+            self.virtual.readdir(start_id, token)
+            return
+        if listing.batches is None or start_id < listing.position:
+            listing.batches = self.pipeline.scan(listing.inode.name)
+            listing.batch, listing.at, listing.position = (), 0, 0
+        while True:
+            while listing.at >= len(listing.batch):
+                try:
+                    listing.batch = await anext(listing.batches)
+                except StopAsyncIteration:
+                    return
+                listing.at = 0
+            entry = listing.batch[listing.at]
+            if listing.position >= start_id and not self._show(listing, entry, token):
+                return
+            listing.at += 1
+            listing.position += 1
+
+    def _show(self, listing: _Listing, entry: Entry, token: pyfuse3.ReaddirToken) -> bool:
+        """Put *entry* in the reply; False if there is no room left in it."""
+        directory = listing.inode.name
+        name = f"{directory}/{entry.name}" if directory else entry.name
+        inode = self.inodes.bind(name, entry.attributes)
+        shown: bool = pyfuse3.readdir_reply(token, os.fsencode(entry.name), self._entry(inode), listing.position + 1)
+        if shown:
+            inode.lookups += 1
+        return shown
+
+    @handler
+    async def releasedir(self, fh: int) -> None:
+        listing = self._listings.pop(fh)
+        if listing.batches is not None and hasattr(listing.batches, "aclose"):
+            await listing.batches.aclose()
+
+    @handler
+    async def fsyncdir(self, fh: int, datasync: bool) -> None:
+        """Names are as durable as their blocks, and an empty directory is not worth a wait."""
+
+    # Opening
+
+    @handler
+    async def create(
+        self, parent: int, name: bytes, mode: int, flags: int, ctx: pyfuse3.RequestContext
+    ) -> tuple[pyfuse3.FileInfo, pyfuse3.EntryAttributes]:
+        self._refuse_virtual(parent, name)
+        path = self._path(parent, name)
+        opener = process_of(ctx.pid)
+        others = self.inodes.written(path)
+        if flags & os.O_EXCL and (others or self.pipeline.peek(path) is not None):
+            raise pyfuse3.FUSEError(errno.EEXIST)
+        if others and not (flags & os.O_TRUNC and _written(others[-1])):
+            # A lock file, or a pool that several processes share: one file for all of them.
+            inode = others[-1]
+            assert inode.writing is not None
+            inode.writing.openers.add(opener)
+        elif self.pipeline.peek(path) is not None:
+            # It was published since the kernel looked: look again.
+            raise pyfuse3.FUSEError(errno.ESTALE)
+        else:
+            owner = Attributes(0, 0, stat.S_IFREG | stat.S_IMODE(mode), ctx.uid, ctx.gid)
+            staging = await self.pipeline.create(attributes=owner)
+            inode = self.inodes.start_writing(path, Writing(staging, opener))
+        inode.lookups += 1
+        fh = self.inodes.open_handle(inode, opener=opener, writable=flags & os.O_ACCMODE != os.O_RDONLY)
+        return pyfuse3.FileInfo(fh=fh), self._entry(inode)
+
+    @handler
+    async def mknod(
+        self, parent: int, name: bytes, mode: int, rdev: int, ctx: pyfuse3.RequestContext
+    ) -> pyfuse3.EntryAttributes:
+        if self.virtual.owns(parent) and stat.S_ISSOCK(mode) and process_of(ctx.pid) == os.getpid():
+            return self.virtual.make_socket(name)
+        self._refuse_virtual(parent, name)
+        if not stat.S_ISREG(mode):
+            raise pyfuse3.FUSEError(errno.EPERM)
+        path = self._path(parent, name)
+        if self.inodes.written(path) or self.pipeline.peek(path) is not None:
+            raise pyfuse3.FUSEError(errno.EEXIST)
+        staging = await self.pipeline.create(attributes=Attributes(0, 0, mode, ctx.uid, ctx.gid))
+        inode = self.inodes.start_writing(path, Writing(staging, process_of(ctx.pid)))
+        inode.lookups += 1
+        self._end_writing(inode)
+        return self._entry(inode)
+
+    @handler
+    async def open(self, number: int, flags: int, ctx: pyfuse3.RequestContext) -> pyfuse3.FileInfo:
+        writable = flags & os.O_ACCMODE != os.O_RDONLY
+        if self.virtual.owns(number):
+            if writable:
+                raise pyfuse3.FUSEError(errno.EACCES)
+            return pyfuse3.FileInfo(fh=await self.virtual.open(number), direct_io=True)
+        inode = self.inodes.get(number)
+        opener = process_of(ctx.pid) if writable else 0
+        if flags & os.O_TRUNC:
+            await self._open_truncated(inode, opener or process_of(ctx.pid))
+        elif inode.writing is None:
+            await self._open_published(inode)
+        if inode.writing is not None and writable:
+            inode.writing.openers.add(opener)
+        fh = self.inodes.open_handle(inode, opener=opener, writable=writable)
+        return pyfuse3.FileInfo(fh=fh, keep_cache=inode.writing is None)
+
+    async def _open_published(self, inode: Inode) -> None:
+        async with inode.locked():
+            if inode.file is None and inode.writing is None:
+                if inode.orphan:
+                    raise pyfuse3.FUSEError(errno.ESTALE)
+                file = await self.pipeline.open(inode.name)
+                if file.attributes.version != inode.attributes.version:
+                    # Replaced since the kernel looked: look again.
+                    file.close()
+                    raise pyfuse3.FUSEError(errno.ESTALE)
+                inode.file = file
+
+    async def _open_truncated(self, inode: Inode, opener: int) -> None:
+        """Begin a new version for *opener*: on its own inode if that is what this is, else by looking again."""
+        writing = inode.writing
+        if writing is not None and (writing.openers == {opener} or not writing.has_data):
+            os.ftruncate(writing.staging.fd, 0)
+            writing.staging.settle()
+            writing.claimed = True
+            return
+        if inode.orphan:
+            raise pyfuse3.FUSEError(errno.ESTALE)
+        attributes = inode.attributes if writing is None else writing.staging.attributes()
+        staging = await self.pipeline.create(attributes=attributes)
+        self.inodes.start_writing(inode.name, Writing(staging, opener, claimed=False))
+        raise pyfuse3.FUSEError(errno.ESTALE)
+
+    def _drop_unclaimed(self, inode: Inode) -> None:
+        """An open was told to look again. If its process is gone it never will."""
+        writing = inode.writing
+        assert writing is not None
+        if not any(process_of(opener) for opener in writing.openers):
+            self.inodes.end_writing(inode, published=False)
+            self.pipeline.cache.abandon(writing.staging)
+
+    # Reading and writing
+
+    @handler
+    async def read(self, fh: int, off: int, size: int) -> bytes:
+        if self.virtual.has_open(fh):
+            return self.virtual.read(fh, off, size)
+        inode = self.inodes.handles[fh].inode
+        if inode.writing is not None:
+            return os.pread(inode.writing.staging.fd, size, off)
+        file = inode.file
+        assert file is not None
+        if file.stage == self.pipeline.cache.label:
+            return os.pread(file.fd, size, off)
+        return await self.pipeline.read_below(file, off, size)
+
+    @handler
+    async def write(self, fh: int, off: int, buf: bytes) -> int:
+        inode = self.inodes.handles[fh].inode
+        writing = inode.writing or await self._start_in_place(inode)
+        writing.flushed = False
+        return await self.pipeline.write(writing.staging, off, buf)
+
+    async def _start_in_place(self, inode: Inode) -> Writing:
+        """Begin to change a published block: from now on *inode* is a copy of it."""
+        async with inode.locked():
+            if inode.writing is not None:
+                return inode.writing
+            file = inode.file
+            if file is None:
+                if inode.orphan:
+                    raise pyfuse3.FUSEError(errno.ESTALE)
+                file = await self.pipeline.open(inode.name)
+            staging = None
+            try:
+                staging = await self.pipeline.create(attributes=inode.attributes)
+                await self.pipeline.copy_into(staging, file)
+            except BaseException:
+                if staging is not None:
+                    self.pipeline.cache.abandon(staging)
+                if inode.file is None:
+                    file.close()
+                raise
+            file.close()
+            inode.file = None
+            writing = Writing(staging, 0, in_place=True)
+            writing.openers = {handle.opener for handle in self.inodes.handles.values() if handle.inode is inode}
+            self.inodes.start_in_place(inode, writing)
+            return writing
+
+    @handler
+    async def flush(self, fh: int) -> None:
+        if self.virtual.has_open(fh):
+            return
+        handle = self.inodes.handles[fh]
+        writing = handle.inode.writing
+        if handle.writable and writing is not None:
+            writing.killed = not writing.in_place and being_killed(handle.opener)
+            writing.flushed = True
+
+    @handler
+    async def release(self, fh: int) -> None:
+        # No checkpoint before the block is published: what a process does after close() comes after this request,
+        # and so finds the block.
+        if self.virtual.release(fh):
+            return
+        handle = self.inodes.close_handle(fh)
+        inode = handle.inode
+        if inode.writing is not None and not inode.writers:
+            self._end_writing(inode)
+        if not inode.handles:
+            if inode.file is not None:
+                inode.file.close()
+                inode.file = None
+            self.inodes.settle(inode)
+
+    def _end_writing(self, inode: Inode) -> None:
+        """The last writer is gone: publish what it wrote, or drop it."""
+        writing = inode.writing
+        assert writing is not None
+        staging, cache = writing.staging, self.pipeline.cache
+        published = None
+        if inode.orphan:
+            pass
+        elif writing.killed:
+            self.pipeline.counters.dropped += 1
+            log.warning("%s: dropped, its writer was killed in the middle", inode.name)
+        else:
+            try:
+                published = self.pipeline.publish(staging, inode.name)
+            except UcmfsError as error:
+                log.error("%s: lost, it cannot be published: %s", inode.name, error)
+        if published is not None:
+            inode.attributes = published.attributes
+            if inode.handles:
+                cache.adopt(published)
+                inode.file = OpenBlock(
+                    staging.fd, published.attributes, cache.label, functools.partial(cache.close_descriptor, published)
+                )
+            else:
+                os.close(staging.fd)
+        elif inode.handles:
+            # Readers that found it while it was written go on; its room is theirs until they close.
+            inode.attributes = staging.attributes()
+            inode.file = OpenBlock(staging.fd, inode.attributes, cache.label, lambda fd: cache.abandon(staging))
+        else:
+            cache.abandon(staging)
+        self.inodes.end_writing(inode, published=published is not None)
+
+    @handler
+    async def fsync(self, fh: int, datasync: bool) -> None:
+        if self.virtual.has_open(fh):
+            return
+        inode = self.inodes.handles[fh].inode
+        if inode.orphan:
+            return
+        if inode.writing is not None:
+            await self.pipeline.persist(inode.writing.staging, inode.name)
+            return
+        flushed = await self.pipeline.flush([inode.name])
+        if flushed.left:
+            raise flushed.error or pyfuse3.FUSEError(errno.EIO)
+
+    # Names again
+
+    @handler
+    async def unlink(self, parent: int, name: bytes, ctx: pyfuse3.RequestContext) -> None:
+        self._refuse_virtual(parent, name)
+        path = self._path(parent, name)
+        inode = await self._writing(path, ctx.pid)
+        removed = inode is not None
+        if inode is not None:
+            self.inodes.detach(inode)
+        published = self.pipeline.peek(path)
+        if published is not None and published.is_directory:
+            raise pyfuse3.FUSEError(errno.EISDIR)
+        removed = await self.pipeline.remove(path) or removed
+        if not removed:
+            # Somebody else's temporary file, seen because it is one.
+            others = self.inodes.written(path) if looks_temporary(path) else []
+            if not others:
+                raise BlockNotFound(path)
+            self.inodes.detach(others[-1])
+        self._detach_named(path)
+
+    def _detach_named(self, path: str) -> None:
+        inode = self.inodes.named(path)
+        if inode is not None:
+            self.inodes.detach(inode)
+
+    @handler
+    async def rename(
+        self,
+        parent_old: int,
+        name_old: bytes,
+        parent_new: int,
+        name_new: bytes,
+        flags: int,
+        ctx: pyfuse3.RequestContext,
+    ) -> None:
+        self._refuse_virtual(parent_old, name_old)
+        self._refuse_virtual(parent_new, name_new)
+        if flags & ~pyfuse3.RENAME_NOREPLACE:
+            raise pyfuse3.FUSEError(errno.EINVAL)
+        old, new = self._path(parent_old, name_old), self._path(parent_new, name_new)
+        if old == new:
+            return
+        source = await self._find(old, ctx.pid)
+        target = self.pipeline.peek(new)
+        if target is None:
+            [target] = await self.pipeline.lookup([new])
+        if flags & pyfuse3.RENAME_NOREPLACE and (target is not None or self.inodes.written(new)):
+            raise pyfuse3.FUSEError(errno.EEXIST)
+        if target is not None and target.is_directory != source.is_directory:
+            raise pyfuse3.FUSEError(errno.EISDIR if target.is_directory else errno.ENOTDIR)
+        if source.is_directory:
+            await self._rename_directory(source, old, new)
+            return
+        if source.writing is None:
+            await self.pipeline.rename(old, new)
+        for other in list(self.inodes.written(new)):
+            if other is not source:
+                # Who was writing there loses the name, as on any file system.
+                self.inodes.detach(other)
+        if source.writing is None:
+            self._detach_named(new)
+        self.inodes.rename(source, new)
+
+    async def _rename_directory(self, source: Inode, old: str, new: str) -> None:
+        if new.startswith(old + "/"):
+            raise pyfuse3.FUSEError(errno.EINVAL)
+        if any(self.inodes.written_below(new)):
+            raise pyfuse3.FUSEError(errno.ENOTEMPTY)
+        await self.pipeline.rename_directory(old, new)
+        self._detach_named(new)
+        self.inodes.rename_below(old, new)
+        self.inodes.rename(source, new)
+
+    @handler
+    async def link(
+        self, number: int, new_parent: int, new_name: bytes, ctx: pyfuse3.RequestContext
+    ) -> pyfuse3.EntryAttributes:
+        # What link(2) says of a file system that has no hard links.
+        raise pyfuse3.FUSEError(errno.EPERM)
+
+    @handler
+    async def symlink(
+        self, parent: int, name: bytes, target: bytes, ctx: pyfuse3.RequestContext
+    ) -> pyfuse3.EntryAttributes:
+        raise pyfuse3.FUSEError(errno.EPERM)
+
+    # From the control side
+
+    def changed_elsewhere(self, path: str) -> None:
+        """A block was published or removed over the socket: the kernel must look again."""
+        inode = self.inodes.named(path)
+        if inode is None:
+            return
+        parent = self.inodes.named(path.rpartition("/")[0])
+        self.inodes.detach(inode)
+        if parent is not None:
+            name = os.fsencode(path.rpartition("/")[2])
+            pyfuse3.invalidate_entry_async(parent.number, name, ignore_enoent=True)
+
+    def close_all(self) -> None:
+        """The mount is gone: let go of every staging file and descriptor; what was being written is dropped."""
+        for inode in {handle.inode for handle in self.inodes.handles.values()}:
+            if inode.writing is not None:
+                self.pipeline.cache.abandon(inode.writing.staging)
+                self.inodes.end_writing(inode, published=False)
+            if inode.file is not None:
+                inode.file.close()
+                inode.file = None
+        self.inodes.handles.clear()
+
+
+def _written(inode: Inode) -> bool:
+    return inode.writing is not None and inode.writing.has_data
+
+
+def entry_attributes(number: int, attributes: Attributes, ttl: float) -> pyfuse3.EntryAttributes:
+    """*attributes* as pyfuse3 takes them."""
+    entry = pyfuse3.EntryAttributes()
+    entry.st_ino = number
+    entry.entry_timeout = entry.attr_timeout = ttl
+    entry.st_mode = attributes.mode
+    entry.st_nlink = 2 if attributes.is_directory else 1
+    entry.st_uid = attributes.uid
+    entry.st_gid = attributes.gid
+    entry.st_size = attributes.size
+    entry.st_blksize = STAT_BLOCK
+    entry.st_blocks = -(-attributes.size // 512)
+    entry.st_atime_ns = attributes.atime_ns
+    entry.st_mtime_ns = attributes.mtime_ns
+    entry.st_ctime_ns = attributes.mtime_ns
+    return entry

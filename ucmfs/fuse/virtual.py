@@ -1,0 +1,102 @@
+"""`.ucmfs/`: what the daemon tells of itself as files, and the socket."""
+
+from __future__ import annotations
+
+import errno
+import stat
+import time
+from collections.abc import Awaitable, Callable, Mapping
+
+import pyfuse3
+
+from ucmfs.block import Attributes
+
+__all__ = ["DIRECTORY_NAME", "Virtual"]
+
+DIRECTORY_NAME = b".ucmfs"
+SOCKET_NAME = b"sock"
+
+_DIRECTORY, _SOCKET, _FIRST_FILE = 2, 3, 4
+_LAST = 63
+_TTL = 3600.0
+
+Text = Callable[[], Awaitable[bytes]]
+
+
+class Virtual:
+    """The directory's inodes and open files. A file's text is made when it is opened."""
+
+    def __init__(self, files: Mapping[str, Text]) -> None:
+        now = time.time_ns()
+        self.directory = Attributes(0, now, stat.S_IFDIR | 0o755, atime_ns=now)
+        self._names = {name.encode(): number for number, name in enumerate(files, _FIRST_FILE)}
+        self._texts = dict(enumerate(files.values(), _FIRST_FILE))
+        self._has_socket = False
+        self._open: dict[int, bytes] = {}
+        self._next = 1 << 32
+        """Handles of their own range: they never meet those of blocks, which have 32 bits."""
+
+    def owns(self, number: int) -> bool:
+        return _DIRECTORY <= number <= _LAST
+
+    def lookup(self, parent: int, name: bytes) -> pyfuse3.EntryAttributes:
+        if parent == pyfuse3.ROOT_INODE and name == DIRECTORY_NAME:
+            return self.attributes(_DIRECTORY)
+        if name == SOCKET_NAME and self._has_socket:
+            return self.attributes(_SOCKET)
+        number = self._names.get(name)
+        if number is None:
+            raise pyfuse3.FUSEError(errno.ENOENT)
+        return self.attributes(number)
+
+    def attributes(self, number: int) -> pyfuse3.EntryAttributes:
+        if number == _DIRECTORY:
+            attributes = self.directory
+        else:
+            # Who may connect is decided by who can reach the mount; who may do what, by the blocks' modes.
+            mode = stat.S_IFSOCK | 0o666 if number == _SOCKET else stat.S_IFREG | 0o444
+            attributes = Attributes(0, time.time_ns(), mode)
+        entry = pyfuse3.EntryAttributes()
+        entry.st_ino = number
+        entry.st_mode = attributes.mode
+        entry.st_nlink = 2 if attributes.is_directory else 1
+        entry.st_size = 0
+        entry.st_mtime_ns = entry.st_ctime_ns = entry.st_atime_ns = attributes.mtime_ns
+        entry.entry_timeout = entry.attr_timeout = _TTL
+        return entry
+
+    def make_socket(self, name: bytes) -> pyfuse3.EntryAttributes:
+        """The daemon binds its socket."""
+        if name != SOCKET_NAME:
+            raise pyfuse3.FUSEError(errno.EPERM)
+        if self._has_socket:
+            raise pyfuse3.FUSEError(errno.EEXIST)
+        self._has_socket = True
+        return self.attributes(_SOCKET)
+
+    def readdir(self, start: int, token: pyfuse3.ReaddirToken) -> None:
+        entries = [*self._names.items(), *([(SOCKET_NAME, _SOCKET)] if self._has_socket else [])]
+        for position, (name, number) in enumerate(entries[start:], start + 1):
+            if not pyfuse3.readdir_reply(token, name, self.attributes(number), position):
+                return
+
+    async def open(self, number: int) -> int:
+        """Make the text of file *number*; give a handle."""
+        try:
+            text = await self._texts[number]()
+        except KeyError:
+            raise pyfuse3.FUSEError(errno.ENXIO) from None
+        handle = self._next
+        self._next += 1
+        self._open[handle] = text
+        return handle
+
+    def has_open(self, handle: int) -> bool:
+        return handle in self._open
+
+    def read(self, handle: int, offset: int, size: int) -> bytes:
+        return self._open[handle][offset : offset + size]
+
+    def release(self, handle: int) -> bool:
+        """Close *handle*; False if it is not one of these."""
+        return self._open.pop(handle, None) is not None

@@ -1,0 +1,480 @@
+"""Start-up, readiness, daemonizing, and the unmount protocol.
+
+A mount in the background is a process of its own session, started by two forks. It tells the command that started it
+over a pipe how it went: a line of JSON with its pid, then one with "ready" or with the error. The command returns
+once the mount serves, or raises what the daemon said; it never leaves a mount behind that does not serve.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import logging.handlers
+import os
+import re
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from ucmfs.config import Section
+from ucmfs.control import protocol
+from ucmfs.control.connection import Connection
+from ucmfs.errors import ConfigError, MountError, UcmfsError
+
+__all__ = ["Mount", "Run", "check_mount_point", "find_mount", "log_path", "mount", "resolve", "unmount"]
+
+log = logging.getLogger(__name__)
+
+Run = Callable[[Section, Path, frozenset[str], Callable[[], None]], None]
+"""What serves a mount: blocks until it ends, calls the last argument once it serves, raises UcmfsError if it cannot."""
+
+MOUNTINFO = Path("/proc/self/mountinfo")
+FUSE_DEVICE = Path("/dev/fuse")
+ANSWER_TIMEOUT = 10.0
+"""Seconds that a daemon or a mount may take to answer what needs no work."""
+NAMES_SHOWN = 10
+LOG_LINES_SHOWN = 10
+LOG_DIRECTORY = Path("/var/log")
+LOG_BYTES = 16 << 20
+LOG_FILES = 3
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+_CAP_SYS_ADMIN = 21
+
+
+# What is mounted
+
+
+@dataclass(frozen=True)
+class Mount:
+    """One line of mountinfo."""
+
+    mount_point: Path
+    kind: str
+    """Type of file system, such as `fuse.ucmfs`."""
+    source: str
+
+
+def _mounts() -> Iterator[Mount]:
+    for line in MOUNTINFO.read_bytes().splitlines():
+        before, _, after = line.partition(b" - ")
+        kind, source = after.split(b" ")[:2]
+        yield Mount(Path(_unescape(before.split(b" ")[4])), _unescape(kind), _unescape(source))
+
+
+def _unescape(field: bytes) -> str:
+    return os.fsdecode(re.sub(rb"\\([0-7]{3})", lambda match: bytes([int(match[1], 8)]), field))
+
+
+def find_mount(path: Path) -> Mount | None:
+    """The mount at *path* (absolute, no symbolic links), the uppermost if there are several."""
+    found = None
+    for candidate in _mounts():
+        if candidate.mount_point == path:
+            found = candidate
+    return found
+
+
+def resolve(mount_point: str | os.PathLike[str]) -> Path:
+    """*mount_point* as mountinfo spells it. Does not touch a mount there, which may be dead or hang."""
+    path = Path(os.path.abspath(mount_point))
+    return path if find_mount(path) else Path(os.path.realpath(path))
+
+
+def _stat_error(path: Path) -> OSError | None:
+    """Why stat of *path* fails, None if it works. A mount that hangs gives TimeoutError."""
+    result: list[OSError | None] = [TimeoutError(errno.ETIMEDOUT, f"no answer within {ANSWER_TIMEOUT:g} s")]
+
+    def call() -> None:
+        try:
+            os.stat(path)
+        except OSError as error:
+            result[0] = error
+        else:
+            result[0] = None
+
+    # Nothing but the mount's end can interrupt a stat that hangs, so it may not be this thread that waits.
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(ANSWER_TIMEOUT)
+    return result[0]
+
+
+def _is_dead(path: Path) -> bool:
+    """Whether a FUSE mount at *path* has lost its daemon."""
+    error = _stat_error(path)
+    return error is not None and error.errno in (errno.ENOTCONN, errno.ECONNABORTED)
+
+
+def _detach(path: Path) -> None:
+    """Unmount *path* lazily. Raises MountError."""
+    command = ["fusermount3", "-u", "-z"] if shutil.which("fusermount3") else ["umount", "-l"]
+    try:
+        done = subprocess.run([*command, str(path)], stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    except OSError as error:
+        raise MountError(f"{path}: cannot be unmounted: {command[0]}: {error.strerror}") from error
+    if done.returncode:
+        raise MountError(f"{path}: cannot be unmounted: {done.stderr.strip()}")
+
+
+def _clear_dead(path: Path) -> None:
+    """Unmount dead mounts at *path*; live ones stay."""
+    while find_mount(path) and _is_dead(path):
+        log.warning("%s: unmounting a dead mount: its daemon is gone", path)
+        _detach(path)
+
+
+# Before the mount
+
+
+def check_mount_point(mount_point: str | os.PathLike[str], *, device: Path = FUSE_DEVICE) -> Path:
+    """Make sure that *mount_point* can be mounted on, and give its absolute path. A dead mount there is cleared.
+
+    Raises ConfigError if it is not an empty directory, MountError if this process cannot mount anything.
+    """
+    path = resolve(mount_point)
+    _clear_dead(path)
+    found = find_mount(path)
+    if found is not None:
+        reason = f"is already a mount ({found.kind} of {found.source}); unmount it or choose another directory"
+        raise ConfigError(reason, path=str(path))
+    try:
+        with os.scandir(path) as entries:
+            first = next(entries, None)
+    except FileNotFoundError as error:
+        raise ConfigError(f"there is no such directory; mkdir -p {path}", path=str(path)) from error
+    except NotADirectoryError as error:
+        raise ConfigError("is not a directory; choose another mount point", path=str(path)) from error
+    except OSError as error:
+        raise ConfigError(f"cannot be used as a mount point: {error.strerror}", path=str(path)) from error
+    if first is not None:
+        raise ConfigError(
+            f"is not empty (it has {first.name}), and a mount would hide that; choose an empty directory",
+            path=str(path),
+        )
+    _check_fuse(device)
+    return path
+
+
+def _check_fuse(device: Path) -> None:
+    advice = f"load the fuse module (modprobe fuse), or run the container with --device {FUSE_DEVICE}"
+    if not device.exists():
+        raise MountError(f"{device} does not exist: {advice}", code=errno.ENODEV)
+    if not _is_privileged():
+        # fusermount3 has the rights that this process has not, and opens the device itself.
+        if shutil.which("fusermount3") is None:
+            raise MountError(
+                "no permission to mount: run as root (in a container, with --cap-add SYS_ADMIN), "
+                "or install fusermount3 (package fuse3)",
+                code=errno.EPERM,
+            )
+        return
+    try:
+        os.close(os.open(device, os.O_RDWR | os.O_CLOEXEC))
+    except OSError as error:
+        raise MountError(f"{device} cannot be opened ({error.strerror}): {advice}", code=error.errno) from error
+
+
+def _is_privileged() -> bool:
+    """Whether this process may call mount(2)."""
+    effective = re.search(r"^CapEff:\s+([0-9a-f]+)", Path("/proc/self/status").read_text(), re.MULTILINE)
+    return effective is not None and bool(int(effective[1], 16) >> _CAP_SYS_ADMIN & 1)
+
+
+def log_path(section: Section, mount_point: Path) -> Path:
+    """Where the daemon of *mount_point* logs; the file is made if it is not there. Raises ConfigError."""
+    chosen = section.values.get("log_file")
+    if isinstance(chosen, str):
+        path = Path(os.path.abspath(chosen))
+        try:
+            path.open("ab").close()
+        except OSError as error:
+            raise section.refusal("log_file", f"{path} cannot be written: {error.strerror}") from error
+        return path
+    # '-' for '/' reads best; what stands for itself must not look like it.
+    escaped = str(mount_point).strip("/").replace("%", "%25").replace("-", "%2D").replace("/", "-")
+    state = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
+    for directory in (LOG_DIRECTORY, Path(state)):
+        path = directory / "ucmfs" / f"{escaped}.log"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.open("ab").close()
+        except OSError as error:
+            reason = f"{path} cannot be written ({error.strerror}); name another file"
+        else:
+            return path
+    raise section.refusal("log_file", reason)
+
+
+# Mount
+
+
+def mount(
+    section: Section,
+    mount_point: str | os.PathLike[str],
+    options: frozenset[str] = frozenset(),
+    *,
+    foreground: bool = False,
+    timeout: float = 30.0,
+    run: Run | None = None,
+) -> None:
+    """Mount *section* at *mount_point* with the FUSE *options*.
+
+    In the background, returns once the mount serves, or raises within *timeout* seconds and leaves nothing behind.
+    In the foreground, returns when the mount has ended. Raises ConfigError, MountError, or what *run* (default:
+    ucmfs.daemon.run) raised.
+    """
+    run = run or _daemon_run
+    path = check_mount_point(mount_point)
+    if foreground:
+        _log_to(logging.StreamHandler())
+        try:
+            run(section, path, options, lambda: log.info("%s: serving", path))
+        finally:
+            _clear_dead(path)
+        return
+    _run_in_background(lambda ready: run(section, path, options, ready), path, log_path(section, path), timeout)
+
+
+def _daemon_run(section: Section, mount_point: Path, options: frozenset[str], ready: Callable[[], None]) -> None:
+    from ucmfs import daemon  # here, so that commands that mount nothing need not load it
+
+    daemon.run(section, mount_point, options, ready)
+
+
+def _log_to(handler: logging.Handler) -> None:
+    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, handlers=[handler], force=True)
+
+
+class _Report:
+    """The daemon's end of the pipe to the command that started it."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd: int | None = fd
+
+    def send(self, **message: Any) -> None:
+        if self._fd is not None:
+            with suppress(OSError):  # the command may be gone
+                os.write(self._fd, json.dumps(message).encode() + b"\n")
+
+    def ready(self) -> None:
+        self.send(ready=True)
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+
+def _run_in_background(run: Callable[[Callable[[], None]], None], path: Path, log_file: Path, timeout: float) -> None:
+    deadline = time.monotonic() + timeout
+    reading, writing = os.pipe()
+    # What is in the buffers would be written by each process.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    child = os.fork()
+    if child == 0:
+        with suppress(BaseException):
+            os.setsid()
+            if os.fork() == 0:
+                _be_daemon(run, writing, log_file)
+        os._exit(0)
+    os.close(writing)
+    daemon: int | None = None  # pidfd
+    serves = False
+    try:
+        os.waitpid(child, 0)
+        for message in _messages(reading, deadline):
+            if "pid" in message:
+                with suppress(ProcessLookupError):  # dead already: the pipe ends
+                    daemon = os.pidfd_open(message["pid"])
+            elif "ready" in message:
+                _check_serves(path)
+                serves = True
+                return
+            else:
+                raise _error_of(message)
+        raise MountError(f"{path}: the daemon ended before it served{_end_of(log_file)}")
+    except TimeoutError as error:
+        raise MountError(
+            f"{path}: does not serve after {timeout:g} s; the daemon is killed{_end_of(log_file)}",
+            code=errno.ETIMEDOUT,
+        ) from error
+    finally:
+        os.close(reading)
+        if daemon is not None:
+            if not serves:
+                _kill(daemon)
+            os.close(daemon)
+        if not serves:
+            _clear_dead(path)
+
+
+def _messages(pipe: int, deadline: float) -> Iterator[dict[str, Any]]:
+    """What the daemon reports, to the end of the pipe. Raises TimeoutError at *deadline*."""
+    poll = select.poll()
+    poll.register(pipe, select.POLLIN)
+    buffer = b""
+    while _poll(poll, deadline):
+        data = os.read(pipe, 1 << 16)
+        if not data:
+            return
+        *lines, buffer = (buffer + data).split(b"\n")
+        for line in lines:
+            yield json.loads(line)
+    raise TimeoutError
+
+
+def _poll(poll: select.poll, deadline: float) -> list[tuple[int, int]]:
+    """What happened before *deadline* (of time.monotonic); nothing if it passed."""
+    return poll.poll(max(0, deadline - time.monotonic()) * 1000)
+
+
+def _error_of(message: dict[str, Any]) -> UcmfsError:
+    if message["kind"] == "ConfigError":
+        return ConfigError(message["message"])
+    if message["kind"] == "MountError":
+        return MountError(message["message"], code=message["errno"])
+    return UcmfsError(message["message"], code=message["errno"])
+
+
+def _end_of(log_file: Path) -> str:
+    lines = log_file.read_text(errors="replace").splitlines()[-LOG_LINES_SHOWN:]
+    shown = "".join(f"\n  {line}" for line in lines)
+    return f"; {log_file} ends with:{shown}" if lines else f"; {log_file} is empty"
+
+
+def _check_serves(path: Path) -> None:
+    if find_mount(path) is None:
+        raise MountError(f"{path}: the daemon says that it serves, but nothing is mounted there")
+    error = _stat_error(path)
+    if error is not None:
+        raise MountError(f"{path}: is mounted, but does not answer: {error.strerror}", code=error.errno) from error
+
+
+def _kill(pidfd: int) -> None:
+    with suppress(ProcessLookupError):
+        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    _poll(poll, time.monotonic() + ANSWER_TIMEOUT)
+
+
+def _be_daemon(run: Callable[[Callable[[], None]], None], pipe: int, log_file: Path) -> NoReturn:
+    """Be the daemon, from just after the fork to the end of the process."""
+    report = _Report(pipe)
+    status = 1
+    try:
+        report.send(pid=os.getpid())
+        # The working directory stays: relative paths of the configuration mean the same as in the foreground.
+        for fd in map(int, os.listdir("/proc/self/fd")):
+            with suppress(OSError):  # the one that listed
+                # What Python opened is not inheritable, and has an owner here; what is came from the caller's shell.
+                if fd > 2 and os.get_inheritable(fd):
+                    os.close(fd)
+        null = os.open(os.devnull, os.O_RDWR)
+        out = os.open(log_file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        for source, target in ((null, 0), (out, 1), (out, 2)):
+            os.dup2(source, target)
+        os.close(null)
+        os.close(out)
+        _log_to(logging.handlers.RotatingFileHandler(log_file, maxBytes=LOG_BYTES, backupCount=LOG_FILES))
+        run(report.ready)
+        status = 0
+    except UcmfsError as error:
+        log.error("%s", error)
+        report.send(kind=type(error).__name__, message=str(error), errno=error.errno)
+    except BaseException as error:
+        log.critical("the daemon failed", exc_info=error)
+        reason = "".join(traceback.format_exception_only(error)).strip()
+        report.send(kind="MountError", message=f"the daemon failed: {reason}; see {log_file}", errno=errno.EIO)
+    finally:
+        logging.shutdown()
+        # Not the caller's exit handlers, which are for the process that was forked.
+        os._exit(status)
+
+
+# Unmount
+
+
+def unmount(mount_point: str | os.PathLike[str], *, timeout: float = 300.0, force: bool = False) -> None:
+    """Write every dirty block back and end the mount at *mount_point*; return when it and its daemon are gone.
+
+    Raises MountError if blocks are still dirty after *timeout* seconds: it names them, and the mount stays up. With
+    *force* the mount is ended all the same (dirty blocks stay in the Cache's directory, for the next mount). A dead
+    mount is cleared, with a warning. Raises MountError if there is no ucmfs at *mount_point*.
+    """
+    path = resolve(mount_point)
+    deadline = time.monotonic() + timeout + ANSWER_TIMEOUT
+    daemon: int | None = None  # pidfd
+    try:
+        try:
+            with Connection.to_mount(path, timeout=ANSWER_TIMEOUT) as connection:
+                with suppress(ProcessLookupError):
+                    daemon = os.pidfd_open(connection.daemon["pid"])
+                request = protocol.Unmount(timeout, force)
+                answer = connection.request(request, timeout=timeout + ANSWER_TIMEOUT).result
+        except MountError as error:
+            _unmount_unanswered(path, error, force=force)
+            return
+        left = _left(answer)
+        if left and not force:
+            raise MountError(f"{path}: stays mounted: {left}; mend that and try again, or use --force")
+        _wait_for_end(path, daemon, deadline)
+        if left:
+            raise MountError(f"{path}: unmounted, but {left}; what is dirty is kept for the next mount there")
+    finally:
+        if daemon is not None:
+            os.close(daemon)
+
+
+def _left(answer: dict[str, Any]) -> str | None:
+    """What the daemon could not write back, None if it could all."""
+    names, reason = answer["left"], answer["error"]
+    if not names:
+        return str(reason) if reason else None
+    shown = ", ".join(names[:NAMES_SHOWN]) + (", ..." if len(names) > NAMES_SHOWN else "")
+    because = f" ({reason})" if reason else ""
+    return f"{answer.get('total', len(names))} dirty blocks are left{because}: {shown}"
+
+
+def _unmount_unanswered(path: Path, error: MountError, *, force: bool) -> None:
+    """Unmount *path*, where no daemon answered, if that can be right."""
+    found = find_mount(path)
+    if found is None:
+        raise MountError(f"{path}: is not a mount", code=errno.EINVAL) from error
+    if _is_dead(path):
+        _clear_dead(path)
+    elif error.errno in (errno.ENOENT, errno.ENOTDIR):
+        raise MountError(f"{path}: is a mount, but not of ucmfs ({found.kind} of {found.source})") from error
+    elif force:
+        _detach(path)
+    else:
+        reason = "the daemon does not answer; --force unmounts it all the same"
+        raise MountError(f"{path}: {reason}", code=error.errno) from error
+
+
+def _wait_for_end(path: Path, daemon: int | None, deadline: float) -> None:
+    """Wait until nothing is mounted at *path* and *daemon* (a pidfd) has exited."""
+    poll = select.poll()
+    if daemon is not None:
+        poll.register(daemon, select.POLLIN)
+        if not _poll(poll, deadline):
+            raise MountError(f"{path}: the daemon does not exit; see its log", code=errno.ETIMEDOUT)
+        poll.unregister(daemon)
+    # The kernel reports every change of what is mounted as an exceptional condition of this file.
+    with MOUNTINFO.open("rb") as mountinfo:
+        poll.register(mountinfo, select.POLLPRI)
+        while find_mount(path) is not None:
+            _clear_dead(path)
+            if find_mount(path) is not None and not _poll(poll, deadline):
+                raise MountError(f"{path}: is still mounted; see the daemon's log", code=errno.ETIMEDOUT)
