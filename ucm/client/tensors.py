@@ -81,7 +81,7 @@ def _bytes_of(part: Any, writable: bool) -> memoryview:
 
 
 def _bytes_of_torch(torch: Any, tensor: Any) -> memoryview:
-    if tensor.device.type != "cpu":
+    if not tensor.is_cpu:
         raise _Refused(f"the tensor is on {tensor.device}; only CPU tensors can be moved, so pass one from .cpu()")
     if tensor.layout is not torch.strided:
         raise _Refused(f"the tensor's layout is {tensor.layout}; pass a dense one")
