@@ -6,20 +6,20 @@ import contextlib
 import errno
 import logging
 import os
-import select
 import shutil
 import signal
 import stat
 import subprocess
-import traceback
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pyfuse3
 import pytest
 import trio
-from fake_daemon import FakeDaemon
 
+from tests.fake_daemon import FakeDaemon
+from tests.processes import has_exited, in_child, wait_for_exit
 from ucmfs import mounting
 from ucmfs.config import Section
 from ucmfs.control import protocol
@@ -41,42 +41,6 @@ def mount_point(tmp_path: Path) -> Iterator[Path]:
 @pytest.fixture
 def section(tmp_path: Path) -> Section:
     return Section.of({"storage_backends": "/data", "log_file": str(tmp_path / "daemon.log")})
-
-
-def wait_for_exit(pid: int) -> None:
-    """Wait until *pid*, no child of ours, has exited."""
-    with contextlib.suppress(ProcessLookupError):
-        pidfd = os.pidfd_open(pid)
-        try:
-            assert select.select([pidfd], [], [], 30)[0], f"{pid} does not exit"
-        finally:
-            os.close(pidfd)
-
-
-def has_exited(pid: int) -> bool:
-    try:
-        pidfd = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return True
-    try:
-        return bool(select.select([pidfd], [], [], 0)[0])
-    finally:
-        os.close(pidfd)
-
-
-def in_child(call: Callable[[], None]) -> int:
-    """Run *call* in a forked process, and give its pid."""
-    pid = os.fork()
-    if pid == 0:
-        status = 1
-        try:
-            call()
-            status = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(status)
-    return pid
 
 
 # A file system of one empty directory, made by the same library as the real one.
@@ -184,19 +148,18 @@ def test_a_fuse_device_that_cannot_be_opened_is_said_plainly(mount_point: Path, 
 
 
 @needs_mount
-def test_no_permission_is_said_plainly(mount_point: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_no_permission_is_said_plainly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))  # no fusermount3
-    for directory in [mount_point, *mount_point.parents]:
-        if directory.stat().st_uid == os.geteuid() and directory != Path("/"):
-            directory.chmod(directory.stat().st_mode | 0o055)
+    with tempfile.TemporaryDirectory() as directory:  # tmp_path is closed to others
+        os.chmod(directory, 0o755)
 
-    def as_nobody() -> None:
-        os.setresuid(65534, 65534, 65534)
-        with pytest.raises(MountError, match=r"no permission to mount: run as root.*fusermount3") as caught:
-            mounting.check_mount_point(mount_point)
-        assert caught.value.errno == errno.EPERM
+        def as_nobody() -> None:
+            os.setresuid(65534, 65534, 65534)
+            with pytest.raises(MountError, match=r"no permission to mount: run as root.*fusermount3") as caught:
+                mounting.check_mount_point(directory)
+            assert caught.value.errno == errno.EPERM
 
-    assert os.waitpid(in_child(as_nobody), 0)[1] == 0
+        assert os.waitpid(in_child(as_nobody), 0)[1] == 0
 
 
 # Where the log is
@@ -375,7 +338,9 @@ def answering(*left: str, error: str | None = None) -> Callable[[protocol.Reques
     return lambda request: protocol.Reply(result={"left": list(left), "error": error})
 
 
-def forked_daemon(root: Path, answer: Callable[[protocol.Request], protocol.Reply], after: Ready = lambda: None) -> int:
+def forked_daemon(
+    root: Path, answer: Callable[[protocol.Request], protocol.Reply], after: Callable[[], object] = int
+) -> int:
     """A daemon in a process of its own, that ends after it answered Unmount. Gives its pid."""
     daemon = FakeDaemon(root, answer)
 
@@ -406,7 +371,7 @@ def test_unmount_waits_until_the_mount_is_gone(mount_point: Path) -> None:
         subprocess.run(["umount", "-l", mount_point], check=True)
 
     # The daemon exits at once, another process unmounts later: only the wait for the mount can tell.
-    pid = forked_daemon(mount_point, answering(), lambda: os.write(writing, b"x") and None)
+    pid = forked_daemon(mount_point, answering(), lambda: os.write(writing, b"x"))
     other = in_child(unmount_once_told)
     mounting.unmount(mount_point, timeout=20)
     assert mounting.find_mount(mount_point) is None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import sys
 import time
 import traceback
@@ -44,51 +45,15 @@ BATCH_BYTES = 1 << 17
 """Bytes of names in one request. A packet must fit the socket's send buffer, 208 KiB by default."""
 
 # fstab's words for mount(8) and systemd; they are not for us.
-_MOUNT_WORDS = frozenset(
-    [
-        "defaults",
-        "auto",
-        "noauto",
-        "user",
-        "nouser",
-        "users",
-        "owner",
-        "group",
-        "nofail",
-        "_netdev",
-        "relatime",
-        "norelatime",
-        "strictatime",
-        "lazytime",
-        "nolazytime",
-        "iversion",
-        "noiversion",
-    ]
+_MOUNT_WORDS = re.compile(
+    "defaults|(no)?auto|(no)?users?|owner|group|nofail|_netdev|comment|x-.*|"
+    "(no)?relatime|strictatime|(no)?lazytime|(no)?iversion",
+    re.IGNORECASE,
 )
 # What libfuse 3.14 and fusermount3 take.
-_FUSE_WORDS = frozenset(
-    [
-        "rw",
-        "ro",
-        "suid",
-        "nosuid",
-        "dev",
-        "nodev",
-        "exec",
-        "noexec",
-        "sync",
-        "async",
-        "dirsync",
-        "atime",
-        "noatime",
-        "allow_other",
-        "allow_root",
-        "auto_unmount",
-        "default_permissions",
-        "max_read",
-        "fsname",
-        "subtype",
-    ]
+_FUSE_WORDS = (
+    *("rw", "ro", "suid", "nosuid", "dev", "nodev", "exec", "noexec", "sync", "async", "dirsync", "atime", "noatime"),
+    *("allow_other", "allow_root", "auto_unmount", "default_permissions", "max_read", "fsname", "subtype"),
 )
 
 
@@ -195,7 +160,7 @@ def _helper(
     verbose: Annotated[bool, typer.Option("-v", help="Show where an error came from.")] = False,
     kind: Annotated[str | None, typer.Option("-t", help="For mount(8); does nothing.")] = None,
 ) -> None:
-    """Mount for mount(8) and fstab: `/etc/kv.yaml /mnt/kv ucmfs defaults,set.buffer_number=2048 0 0`."""
+    """Mount for mount(8) and fstab, such as "/etc/kv.yaml /mnt/kv ucmfs defaults,set.buffer_number=2048 0 0"."""
     logging.basicConfig(format="mount.ucmfs: %(message)s")
     fuse_options, overrides = _mount_options(options or [], sloppy=sloppy)
     section = _checked(spec, overrides)
@@ -224,7 +189,7 @@ def _mount_options(given: Sequence[str], *, sloppy: bool = False) -> tuple[froze
             overrides.append(option.removeprefix("set."))
         elif word in _FUSE_WORDS:
             fuse_options.add(option)
-        elif not (sloppy or word in _MOUNT_WORDS or word.lower().startswith("x-") or word == "comment"):
+        elif not (sloppy or _MOUNT_WORDS.fullmatch(word)):
             near = get_close_matches(word, _FUSE_WORDS, n=1)
             hint = f"; did you mean {near[0]}?" if near else "; a key of the configuration is set by set.KEY=VALUE"
             raise ConfigError(f"unknown mount option{hint}", path=f"-o {word}")

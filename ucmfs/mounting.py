@@ -43,6 +43,8 @@ MOUNTINFO = Path("/proc/self/mountinfo")
 FUSE_DEVICE = Path("/dev/fuse")
 ANSWER_TIMEOUT = 10.0
 """Seconds that a daemon or a mount may take to answer what needs no work."""
+END_TIMEOUT = 60.0
+"""Seconds that a daemon may take to end after it agreed to; it tries once more to write back what is left."""
 NAMES_SHOWN = 10
 LOG_LINES_SHOWN = 10
 LOG_DIRECTORY = Path("/var/log")
@@ -414,7 +416,6 @@ def unmount(mount_point: str | os.PathLike[str], *, timeout: float = 300.0, forc
     mount is cleared, with a warning. Raises MountError if there is no ucmfs at *mount_point*.
     """
     path = resolve(mount_point)
-    deadline = time.monotonic() + timeout + ANSWER_TIMEOUT
     daemon: int | None = None  # pidfd
     try:
         try:
@@ -429,7 +430,7 @@ def unmount(mount_point: str | os.PathLike[str], *, timeout: float = 300.0, forc
         left = _left(answer)
         if left and not force:
             raise MountError(f"{path}: stays mounted: {left}; mend that and try again, or use --force")
-        _wait_for_end(path, daemon, deadline)
+        _wait_for_end(path, daemon, time.monotonic() + END_TIMEOUT)
         if left:
             raise MountError(f"{path}: unmounted, but {left}; what is dirty is kept for the next mount there")
     finally:

@@ -1,0 +1,131 @@
+"""A real mount for tests, made and ended by the real command."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+UCMFS = str(Path(sys.executable).with_name("ucmfs"))
+
+
+class Mounted:
+    """A mount point with its configuration, storage and log below one temporary directory.
+
+    The end of a test looks into the daemon's log: a warning, an error or a traceback that the test did not announce
+    with expect() fails it.
+    """
+
+    def __init__(self, root: Path, config: dict[str, Any] | None = None) -> None:
+        self.root = root
+        self.point = root / "mnt"
+        self.storage = root / "posix"
+        self.cache = Path(f"/dev/shm/ucmfs-test-{os.getpid()}-{root.name}")
+        self.log = root / "daemon.log"
+        self.config_file = root / "config.yaml"
+        self.point.mkdir()
+        self.storage.mkdir()
+        self.config: dict[str, Any] = {
+            "store_pipeline": "Cache|Posix",
+            "cache_buffer_capacity_gb": 0.125,
+            "cache_dir": str(self.cache),
+            "storage_backends": str(self.storage),
+            "log_file": str(self.log),
+            **(config or {}),
+        }
+        if "Posix" not in self.config["store_pipeline"]:
+            del self.config["storage_backends"]
+        self._expected: list[str] = []
+
+    def __truediv__(self, name: str) -> Path:
+        return self.point / name
+
+    def ucmfs(
+        self, *arguments: str | Path, check: bool = True, timeout: float = 60
+    ) -> subprocess.CompletedProcess[str]:
+        done = subprocess.run(
+            [UCMFS, *map(str, arguments)], capture_output=True, text=True, timeout=timeout, check=False
+        )
+        if check and done.returncode:
+            raise AssertionError(f"ucmfs {arguments} gave {done.returncode}: {done.stdout}{done.stderr}")
+        return done
+
+    def mount(self) -> None:
+        self.config_file.write_text(
+            yaml.safe_dump(
+                {"ucm_connectors": [{"ucm_connector_name": "UcmPipelineStore", "ucm_connector_config": self.config}]}
+            )
+        )
+        self.ucmfs("mount", self.config_file, self.point)
+
+    def umount(self) -> None:
+        self.ucmfs("umount", self.point)
+
+    def status(self) -> dict[str, Any]:
+        status: dict[str, Any] = json.loads(self.ucmfs("status", self.point, "--json").stdout)
+        return status
+
+    def stats(self) -> dict[str, Any]:
+        stats: dict[str, Any] = json.loads((self.point / ".ucmfs/stats.json").read_text())
+        return stats
+
+    def flush(self) -> None:
+        self.ucmfs("flush", self.point)
+
+    def lookup(self, *names: str) -> list[bool]:
+        """What the socket says, which knows of published blocks only."""
+        done = self.ucmfs("lookup", self.point, "--json", *names, check=False)
+        return [row["size"] is not None for row in json.loads(done.stdout)]
+
+    def kill_daemon(self, *, clear: bool = True) -> None:
+        """SIGKILL; wait until it is gone and, with *clear*, take its dead mount away."""
+        pid = int(self.status()["pid"])
+        daemon = os.pidfd_open(pid)
+        os.kill(pid, signal.SIGKILL)
+        self.wait_exit(daemon)
+        if clear:
+            subprocess.run(["umount", "-l", str(self.point)], check=True)
+
+    @staticmethod
+    def wait_exit(pidfd: int) -> None:
+        """Wait until the process is gone; closes the descriptor."""
+        assert select.select([pidfd], [], [], 60)[0], "the daemon does not end"
+        os.close(pidfd)
+
+    @property
+    def is_mounted(self) -> bool:
+        return str(self.point) in Path("/proc/self/mountinfo").read_text()
+
+    def expect(self, *patterns: str) -> None:
+        """Lines of the log that match one of *patterns* are part of the test."""
+        self._expected.extend(patterns)
+
+    def unexpected(self) -> Sequence[str]:
+        if not self.log.exists():
+            return []
+        bad = re.compile(r"\b(WARNING|ERROR|CRITICAL)\b|^Traceback")
+        return [
+            line
+            for line in self.log.read_text().splitlines()
+            if bad.search(line) and not any(re.search(pattern, line) for pattern in self._expected)
+        ]
+
+    def end(self) -> None:
+        """Unmount, whatever state it is in, and remove what is in memory."""
+        try:
+            if self.is_mounted:
+                self.umount()
+        finally:
+            if self.is_mounted:
+                subprocess.run(["umount", "-l", str(self.point)], check=False)
+            subprocess.run(["rm", "-rf", str(self.cache)], check=True)
+        assert not self.unexpected(), f"unexpected in the daemon's log: {self.unexpected()}"
