@@ -295,7 +295,7 @@ def test_a_stage_without_keys_may_be_empty() -> None:
         ({"cache_buffer_capacity_gb": float("nan")}, "cache_buffer_capacity_gb: must be "),
         ({"io_direct": "yes"}, "io_direct: must be a valid boolean"),
         ({"storage_backends": None}, "must be a valid string or must be a valid list, given null"),
-        ({"storage_backends": ["/a", 5]}, "storage_backends[1]: must be a valid string, given 5 (put it in quotes)"),
+        ({"consistency_ttl": float("inf")}, "consistency_ttl: must be a finite number"),
         ({"unique_id": 83}, "unique_id: must be a valid string, given 83 (put it in quotes)"),
         ({"data_dir_shard_bytes": 9}, "data_dir_shard_bytes: must be less than or equal to 8, given 9"),
         ({"timeout_ms": 0}, "timeout_ms: must be greater than or equal to 1"),
@@ -308,6 +308,11 @@ def test_a_stage_without_keys_may_be_empty() -> None:
 )
 def test_bad_values_are_refused(values: dict[str, Any], reason: str) -> None:
     assert reason in refused(of(**values))
+
+
+def test_of_several_kinds_the_one_that_was_meant_is_spoken_of() -> None:
+    message = refused(of(storage_backends=["/a", 5]))
+    assert message == "storage_backends[1]: must be a valid string, given 5 (put it in quotes)"
 
 
 def test_a_required_key_that_is_missing_is_named() -> None:

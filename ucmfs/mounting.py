@@ -171,21 +171,20 @@ def check_mount_point(mount_point: str | os.PathLike[str], *, device: Path = FUS
 
 def _check_fuse(device: Path) -> None:
     advice = f"load the fuse module (modprobe fuse), or run the container with --device {FUSE_DEVICE}"
-    if not device.exists():
-        raise MountError(f"{device} does not exist: {advice}", code=errno.ENODEV)
-    if not _is_privileged():
-        # fusermount3 has the rights that this process has not, and opens the device itself.
-        if shutil.which("fusermount3") is None:
-            raise MountError(
-                "no permission to mount: run as root (in a container, with --cap-add SYS_ADMIN), "
-                "or install fusermount3 (package fuse3)",
-                code=errno.EPERM,
-            )
-        return
     try:
         os.close(os.open(device, os.O_RDWR | os.O_CLOEXEC))
+    except FileNotFoundError as error:
+        raise MountError(f"{device} does not exist: {advice}", code=errno.ENODEV) from error
     except OSError as error:
+        if error.errno == errno.EACCES:
+            advice = f"run as root, or let others open it (chmod 0666 {device})"
         raise MountError(f"{device} cannot be opened ({error.strerror}): {advice}", code=error.errno) from error
+    if not _is_privileged() and shutil.which("fusermount3") is None:
+        raise MountError(
+            "no permission to mount: run as root (in a container, with --cap-add SYS_ADMIN), "
+            "or install fusermount3 (package fuse3)",
+            code=errno.EPERM,
+        )
 
 
 def _is_privileged() -> bool:
@@ -279,6 +278,7 @@ class _Report:
 
 def _run_in_background(run: Callable[[Callable[[], None]], None], path: Path, log_file: Path, timeout: float) -> None:
     deadline = time.monotonic() + timeout
+    logged = log_file.stat().st_size
     reading, writing = os.pipe()
     # What is in the buffers would be written by each process.
     sys.stdout.flush()
@@ -304,11 +304,11 @@ def _run_in_background(run: Callable[[Callable[[], None]], None], path: Path, lo
                 serves = True
                 return
             else:
-                raise _error_of(message)
-        raise MountError(f"{path}: the daemon ended before it served{_end_of(log_file)}")
+                raise _error_of(message, log_file, logged)
+        raise MountError(f"{path}: the daemon ended before it served{_end_of(log_file, logged)}")
     except TimeoutError as error:
         raise MountError(
-            f"{path}: does not serve after {timeout:g} s; the daemon is killed{_end_of(log_file)}",
+            f"{path}: does not serve after {timeout:g} s; the daemon is killed{_end_of(log_file, logged)}",
             code=errno.ETIMEDOUT,
         ) from error
     finally:
@@ -341,18 +341,22 @@ def _poll(poll: select.poll, deadline: float) -> list[tuple[int, int]]:
     return poll.poll(max(0, deadline - time.monotonic()) * 1000)
 
 
-def _error_of(message: dict[str, Any]) -> UcmfsError:
+def _error_of(message: dict[str, Any], log_file: Path, logged: int) -> UcmfsError:
     if message["kind"] == "ConfigError":
         return ConfigError(message["message"])
     if message["kind"] == "MountError":
-        return MountError(message["message"], code=message["errno"])
+        # libfuse and fusermount3 say only there what was wrong.
+        return MountError(message["message"] + _end_of(log_file, logged), code=message["errno"])
     return UcmfsError(message["message"], code=message["errno"])
 
 
-def _end_of(log_file: Path) -> str:
-    lines = log_file.read_text(errors="replace").splitlines()[-LOG_LINES_SHOWN:]
+def _end_of(log_file: Path, logged: int) -> str:
+    """What is new in *log_file* since it had *logged* bytes, to be put behind a message."""
+    data = log_file.read_bytes()
+    new = data[logged if logged <= len(data) else 0 :]
+    lines = [line.decode(errors="replace") for line in new.splitlines()[-LOG_LINES_SHOWN:]]
     shown = "".join(f"\n  {line}" for line in lines)
-    return f"; {log_file} ends with:{shown}" if lines else f"; {log_file} is empty"
+    return f"; {log_file} ends with:{shown}" if lines else f"; nothing new is in {log_file}"
 
 
 def _check_serves(path: Path) -> None:
@@ -398,7 +402,7 @@ def _be_daemon(run: Callable[[Callable[[], None]], None], pipe: int, log_file: P
     except BaseException as error:
         log.critical("the daemon failed", exc_info=error)
         reason = "".join(traceback.format_exception_only(error)).strip()
-        report.send(kind="MountError", message=f"the daemon failed: {reason}; see {log_file}", errno=errno.EIO)
+        report.send(kind="MountError", message=f"the daemon failed: {reason}", errno=errno.EIO)
     finally:
         logging.shutdown()
         # Not the caller's exit handlers, which are for the process that was forked.

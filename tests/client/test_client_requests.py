@@ -130,7 +130,7 @@ def test_a_single_stage_connector_has_its_own_pipeline_only(tmp_path: Path) -> N
 def test_the_factory_knows_the_connectors(tmp_path: Path) -> None:
     with UcmConnectorFactory.create_connector("UcmPosixStore", {"mount_point": str(tmp_path)}) as store:
         assert isinstance(store, UcmPosixStore)
-    with pytest.raises(ConfigError, match="no connector is called 'UcmPosix'; there are UcmPipelineStore, .*UcmDs3fs"):
+    with pytest.raises(ConfigError, match=r"no connector is called 'UcmPosix'; there are UcmPipelineStore, .*UcmDs3fs"):
         UcmConnectorFactory.create_connector("UcmPosix", {})
 
 

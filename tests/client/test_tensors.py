@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import ctypes
+import gc
 import os
 import subprocess
 import sys
@@ -134,12 +135,12 @@ READ_ONLY.flags.writeable = False
     ids=str,
 )
 def test_what_cannot_be_a_destination_is_refused_with_its_row(part: Any, reason: str) -> None:
-    with pytest.raises(InvalidRequest, match=f"row 5.*({reason})"):
+    with pytest.raises(InvalidRequest, match=rf"row 5.*({reason})"):
         row_of(5, 0, part, writable=True)
 
 
 def test_a_refused_tensor_of_a_list_is_named() -> None:
-    with pytest.raises(InvalidRequest, match="row 2, tensor 1: .*contiguous"):
+    with pytest.raises(InvalidRequest, match=r"row 2, tensor 1: .*contiguous"):
         row_of(2, 0, [torch.zeros(2), torch.zeros(2, 2).t()], writable=False)
 
 
@@ -224,3 +225,24 @@ def test_neither_torch_nor_numpy_is_imported_for_those_who_have_no_tensors() -> 
         "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.zeros(9),
+        lambda: numpy.zeros(9),
+        lambda: bytearray(9),
+        lambda: memoryview(bytearray(9)),
+        lambda: array.array("d", [1.0]),
+        lambda: (ctypes.c_uint16 * 2)(),
+    ],
+    ids=["torch", "numpy", "bytearray", "memoryview", "array", "ctypes"],
+)
+def test_rows_in_a_reference_cycle_are_collected(make: Any) -> None:
+    """Python 3.11 crashes when it collects a cycle with a memoryview that is a view of another one's exporter."""
+    for _ in range(3):
+        cycle: list[Any] = [row_of(0, 0, make(), writable=True)]
+        cycle.append(cycle)
+        del cycle
+        gc.collect()

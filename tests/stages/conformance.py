@@ -27,9 +27,10 @@ import stat
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias, cast
 
 import msgspec
+import pytest
 import trio
 import xxhash
 from hypothesis import HealthCheck, settings
@@ -37,7 +38,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 
 from ucmfs.block import DIGEST_XATTR, Attributes, Changes
-from ucmfs.errors import BlockNotFound, NotABlock, UcmfsError
+from ucmfs.errors import BlockNotFound, NotABlock, UcmfsError, Unsupported
 from ucmfs.stages.base import Entry, Publication, Stage
 
 __all__ = ["StageConformance", "attributes_of", "contents", "contract", "get", "names_in", "publish", "publish_all"]
@@ -339,12 +340,8 @@ class StageConformance:
         assert [whole(fd) for fd in fds] == [b"second", b"first", b"first"]
         for fd in fds:
             assert not os.get_inheritable(fd)
-            try:
+            with pytest.raises(OSError, match="Bad file descriptor"):
                 os.pwrite(fd, b"x", 0)
-            except OSError as error:
-                assert error.errno == errno.EBADF
-            else:
-                raise AssertionError("the descriptor is writable")
             os.close(fd)
         assert await get(stage, "a") == b"first"
 
@@ -361,12 +358,8 @@ class StageConformance:
 
     @contract(local=False)
     async def test_a_stage_without_descriptors_says_so(self, stage: Stage) -> None:
-        try:
+        with pytest.raises(Unsupported):
             await stage.open(["block"])
-        except UcmfsError as error:
-            assert error.errno == errno.EOPNOTSUPP
-        else:
-            raise AssertionError("open() gave something")
 
     @contract(keeps=True)
     async def test_results_stand_in_the_order_of_the_names(self, stage: Stage) -> None:
@@ -768,10 +761,11 @@ class StageConformance:
             place.mkdir()
             return _Model(lambda body: self.run(place, body))
 
-        run_state_machine_as_test(  # type: ignore[no-untyped-call]
-            machine,
+        run_state_machine_as_test(
+            # Any callable that gives a machine will do, whatever its annotation says.
+            cast(type[RuleBasedStateMachine], machine),
             settings=settings(
-                max_examples=20,
+                max_examples=15,
                 stateful_step_count=20,
                 deadline=None,
                 database=None,

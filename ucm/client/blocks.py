@@ -10,9 +10,9 @@ from typing import Any, Self
 
 import msgspec
 
-from ucmfs.errors import UcmfsError
+from ucmfs.errors import BlockError, UcmfsError
 
-__all__ = ["Blocks", "Staging", "close_all"]
+__all__ = ["Blocks", "Staging", "about", "close_all"]
 
 
 class Staging(msgspec.Struct, frozen=True):
@@ -79,3 +79,12 @@ def close_all(fds: Sequence[int]) -> None:
     """Close read-only descriptors, whose close has no error to report."""
     for fd in fds:
         os.close(fd)
+
+
+def about(name: str, error: UcmfsError) -> BlockError:
+    """*error*, which concerned a whole call, as it concerns block *name*."""
+    if isinstance(error, BlockError):
+        return error
+    one = BlockError(name, error.message, code=error.errno)
+    one.__cause__ = error
+    return one

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from ucm.client.blocks import Blocks, Staging, close_all
+from ucm.client.blocks import Blocks, Staging, about, close_all
 from ucm.client.links import Link, Links
 from ucm.client.plain import PlainBlocks
 from ucmfs.control import protocol
@@ -103,7 +103,7 @@ class SocketBlocks(Blocks):
                 with self._links.hold(link):
                     errors = _publish(link, group)
             except UcmfsError as error:
-                errors = dict.fromkeys(range(len(group)), error)
+                errors = {row: about(staging.name, error) for row, staging in enumerate(group)}
             outcome.update((group[row].fd, error) for row, error in errors.items())
             failed += [group[row] for row in errors]
         self._forget(failed)

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 
 import msgspec
 
-from ucm.client.blocks import Blocks, Staging
+from ucm.client.blocks import Blocks, Staging, about
 from ucm.client.intervals import Intervals
 from ucm.client.tensors import Row
 from ucmfs.errors import BlockError, ClientError, UcmfsError
@@ -129,11 +129,12 @@ class StagedBlocks:
             try:
                 outcomes = self._blocks.create([block.name for block in group], size)
             except UcmfsError as error:
-                outcomes = [error] * len(group)
+                outcomes = [about(block.name, error) for block in group]
             except Exception as error:
                 # Others may wait for these very blocks: whatever happened, they must be told.
                 log.exception("unexpected error while creating %d staging files", len(group))
-                outcomes = [ClientError(f"unexpected {type(error).__name__}: {error}")] * len(group)
+                unexpected = ClientError(f"unexpected {type(error).__name__}: {error}")
+                outcomes = [about(block.name, unexpected) for block in group]
             for block, outcome in zip(group, outcomes, strict=True):
                 if not isinstance(outcome, Staging):
                     with self._lock:

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from ucm.client.blocks import about
 from ucm.client.requests import BlockRows
 from ucmfs.errors import ClientError, StoreClosed, TaskFailed, UcmfsError
 
@@ -83,9 +84,11 @@ class Workers:
         except BaseException as error:
             # A task must end whatever happens, or its waiter never does.
             log.exception("unexpected error while moving %d blocks", len(piece))
-            unexpected = ClientError(f"unexpected {type(error).__name__} while moving {piece[0].name}: {error}")
+            unexpected = ClientError(f"unexpected {type(error).__name__}: {error}")
             unexpected.__cause__ = error
             errors = _all_rows(piece, unexpected)
+        for failure in errors.values():
+            _let_go(failure)
         self._places.release()
         task.finish(errors)
 
@@ -107,5 +110,13 @@ def _pieces(blocks: Sequence[BlockRows], workers: int) -> list[list[BlockRows]]:
     return pieces
 
 
+def _let_go(error: BaseException) -> None:
+    """Drop the tracebacks: their frames hold the caller's tensors, and would as long as anyone keeps the error."""
+    chained: BaseException | None = error
+    while chained is not None:
+        chained.__traceback__ = None
+        chained = chained.__cause__ or chained.__context__
+
+
 def _all_rows(blocks: Sequence[BlockRows], error: UcmfsError) -> dict[int, UcmfsError]:
-    return {row.index: error for block in blocks for row in block.rows}
+    return {row.index: about(block.name, error) for block in blocks for row in block.rows}

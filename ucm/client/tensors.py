@@ -76,8 +76,21 @@ def _bytes_of(part: Any, writable: bool) -> memoryview:
         raise _Refused("the array is not contiguous; pass numpy.ascontiguousarray(...) or a contiguous slice")
     if writable and view.readonly:
         raise _Refused("the destination is read-only; pass a writable array or buffer")
-    # raw() gives bytes whatever the format; memoryview.cast() knows only native formats and refuses empty ones.
-    return pickle.PickleBuffer(view).raw()
+    return _flat(part, view)
+
+
+def _flat(part: Any, view: memoryview) -> memoryview:
+    """*view* of *part* as bytes."""
+    if view.nbytes == 0:
+        return _EMPTY
+    try:
+        return view.cast("B")
+    except TypeError as error:
+        # A format such as "<H", which ctypes uses: raw() takes any, but of a memoryview it makes a view that crashes
+        # the garbage collector of Python 3.11 (gh-77894).
+        if isinstance(part, memoryview):
+            raise _Refused(f"the view's format is {view.format!r}; pass the object that it is a view of") from error
+        return pickle.PickleBuffer(part).raw()
 
 
 def _bytes_of_torch(torch: Any, tensor: Any) -> memoryview:

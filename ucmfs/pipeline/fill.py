@@ -6,7 +6,6 @@ import logging
 import os
 from collections.abc import Sequence
 
-import outcome
 import trio
 
 from ucmfs.block import Attributes, digest_of, pages
@@ -23,14 +22,17 @@ log = logging.getLogger(__name__)
 
 
 class _Fill:
-    """One fill under way. `stale` is set when the name changes meanwhile: the copy must not be published."""
+    """One fill under way. When it is done, the block is in the Cache or there is an error.
 
-    __slots__ = ("done", "result", "stale")
+    `stale` is set when the name changes meanwhile: the copy must not be published.
+    """
+
+    __slots__ = ("done", "error", "stale")
 
     def __init__(self) -> None:
         self.done = trio.Event()
         self.stale = False
-        self.result: outcome.Outcome[Cached] | None = None
+        self.error: UcmfsError | None = None
 
 
 class Fills:
@@ -75,9 +77,8 @@ class Fills:
             else:
                 self._counters.fills_joined += 1
             await running.done.wait()
-            assert running.result is not None
-            if not running.stale:
-                return running.result.unwrap()
+            if running.error is not None and not running.stale:
+                raise running.error
 
     def changed(self, name: str) -> None:
         """*name* is published, removed or renamed: a fill under way must not show what it read."""
@@ -92,18 +93,18 @@ class Fills:
 
     async def _run(self, name: str, fill: _Fill) -> None:
         try:
-            fill.result = outcome.Value(await self._copy_up(name, fill))
+            await self._copy_up(name, fill)
         except UcmfsError as error:
-            fill.result = outcome.Error(error)
+            fill.error = error
         except trio.Cancelled:
-            fill.result = outcome.Error(StageError(self._cache.label, f"{name}: the pipeline is stopping"))
+            fill.error = StageError(self._cache.label, f"{name}: the pipeline is stopping")
             raise
         finally:
             if self._running.get(name) is fill:
                 del self._running[name]
             fill.done.set()
 
-    async def _copy_up(self, name: str, fill: _Fill) -> Cached:
+    async def _copy_up(self, name: str, fill: _Fill) -> None:
         failure: UcmfsError | None = None
         for depth, stage in enumerate(self._lower):
             try:
@@ -112,7 +113,8 @@ class Fills:
                     continue
                 if found.is_directory:
                     raise NotABlock(name, "it is a directory")
-                return await self._copy_from(stage, depth, name, found, fill)
+                await self._copy_from(stage, depth, name, found, fill)
+                return
             except (BlockCorrupt, BlockNotFound) as error:
                 failure = error
             except (StageFull, NotABlock):
@@ -125,7 +127,7 @@ class Fills:
             raise failure
         raise BlockNotFound(name) from failure
 
-    async def _copy_from(self, stage: Stage, depth: int, name: str, found: Attributes, fill: _Fill) -> Cached:
+    async def _copy_from(self, stage: Stage, depth: int, name: str, found: Attributes, fill: _Fill) -> None:
         staging = self._cache.stage_file(found)
         committed = False
         try:
@@ -154,7 +156,6 @@ class Fills:
                 # The stages between get it too; readers do not wait for them.
                 assert self.nursery is not None
                 self.nursery.start_soon(self._copy_between, depth, block)
-            return block
         finally:
             if committed:
                 os.close(staging.fd)

@@ -142,9 +142,10 @@ class WriteBack:
             if pending is None or pending.tries:
                 self.add(name, even_temporary=True)
         with trio.move_on_after(math.inf if timeout is None else timeout):
-            while any(block.dirty and self._hopeful(block) for block in wanted.values()):
-                self.urge()
-                async with self._progress:
+            async with self._progress:
+                # Progress is announced under the same lock: none can be missed between the look and the wait.
+                while any(block.dirty and self._hopeful(block) for block in wanted.values()):
+                    self.urge()
                     await self._progress.wait()
         left = [block.name for block in wanted.values() if block.dirty and self._is_current(block)]
         errors = [pending.error for name in left if (pending := self._queue.get(name)) and pending.error]

@@ -98,9 +98,7 @@ class Stage(abc.ABC):
         """
 
     @abc.abstractmethod
-    async def publish(
-        self, items: Sequence[Publication], *, durable: bool = False
-    ) -> list[UcmfsError | None]:
+    async def publish(self, items: Sequence[Publication], *, durable: bool = False) -> list[UcmfsError | None]:
         """Make each block visible, whole, in one step. Parent directories are made as needed.
 
         With *durable*, return only once the blocks would survive a power cut.

@@ -305,14 +305,19 @@ def apply_attributes(fd: int, attributes: Attributes) -> None:
             write_xattrs(fd, {name: value})
         except OSError as error:
             # ext4 says ENOSPC for an xattr over a page, as for a full disk.
-            full = os.fstatvfs(fd).f_bavail == 0
-            if error.errno not in _XATTR_TOO_LARGE or (full and error.errno == errno.ENOSPC):
+            if error.errno not in _XATTR_TOO_LARGE or (error.errno == errno.ENOSPC and _is_full(fd)):
                 raise
             log.warning("xattr %s of %d bytes is not kept: %s", name, len(value), error.strerror)
     with contextlib.suppress(PermissionError):
         os.chown(fd, attributes.uid, attributes.gid)
     os.chmod(fd, stat.S_IMODE(attributes.mode))
     os.utime(fd, ns=(attributes.atime_ns or attributes.mtime_ns, attributes.mtime_ns))
+
+
+def _is_full(fd: int) -> bool:
+    room = os.fstatvfs(fd)
+    # No blocks at all: it does not count them.
+    return room.f_blocks > 0 and room.f_bavail == 0
 
 
 def _or_keep(owner: int | None) -> int:
