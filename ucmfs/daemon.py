@@ -201,12 +201,12 @@ class _Mount:
     async def _unmount(self, request: protocol.Unmount) -> dict[str, Any]:
         """Write everything back, then end the mount unless something is left or has files open."""
         flushed = await self._pipeline.flush(timeout=request.timeout)
-        error = None if flushed.error is None else str(flushed.error)
         if flushed.left and not request.force:
-            return {"left": flushed.left[: protocol.MAX_NAMES], "error": error or "not written back in time"}
+            error = None if flushed.error is not None else "not written back in time"
+            return server.flushed_result(flushed, error)
         self._answered = trio.Event()
         failed = await trio.to_thread.run_sync(self._umount, request.force)
-        return {"left": flushed.left[: protocol.MAX_NAMES], "error": failed or error}
+        return server.flushed_result(flushed, failed)
 
     def _umount(self, force: bool) -> str | None:
         """Take the mount away; None, or why it stays."""
@@ -216,9 +216,12 @@ class _Mount:
             if _libc.umount2(os.fsencode(self._mount_point), flags) == 0:
                 return None
             return f"{self._mount_point}: {os.strerror(ctypes.get_errno())}; close the files that are open on it"
+        if self._operations.inodes.handles and not force:
+            return f"{self._mount_point}: close the files that are open on it"
+        # Without a private copy of the mount, the connections of the socket hold it: only a lazy unmount succeeds.
         self._close_socket()
         done = subprocess.run(
-            ["fusermount3", "-u", *(["-z"] if force else []), str(self._mount_point)],
+            ["fusermount3", "-u", "-z", str(self._mount_point)],
             capture_output=True,
             text=True,
             check=False,

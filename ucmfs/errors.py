@@ -76,13 +76,14 @@ class UcmfsError(OSError):
 
 
 class ConfigError(UcmfsError):
-    """A key, value or named resource cannot be used. `path` is the key's path, such as `stages.Cache.x`."""
+    """A key, value or named resource cannot be used: `path` is the key's path, `reason` why."""
 
     code = _errno.EINVAL
 
     def __init__(self, message: str, *, path: str | None = None) -> None:
         super().__init__(f"{path}: {message}" if path else message)
         self.path = path
+        self.reason = message
 
 
 class MountError(UcmfsError):

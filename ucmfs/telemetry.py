@@ -31,7 +31,7 @@ class Counters:
     written_back_bytes: int = 0
     published: int = 0
     dropped: int = 0
-    """Blocks dropped because their writer was killed in the middle."""
+    """Blocks dropped because their writer was killed in the middle, or a write to them failed."""
     corrupt: int = 0
     """Copies that did not match their digest."""
     unexpected: int = 0
@@ -52,7 +52,7 @@ _HELP = {
     "write_backs": "Blocks written back to the next stage",
     "written_back_bytes": "Bytes written back to the next stage",
     "published": "Blocks published in the Cache by writers",
-    "dropped": "Blocks dropped because their writer was killed",
+    "dropped": "Blocks dropped because their writer was killed or a write to them failed",
     "corrupt": "Copies that did not match their digest",
     "unexpected": "Exceptions that no code expected",
     "eviction_count": "Blocks evicted from the Cache",

@@ -127,17 +127,14 @@ def test_a_restart_loses_incomplete_blocks_and_says_so(daemon: FaultyDaemon) -> 
         assert store.lookup(BLOCKS[:1]) == [True]
 
 
-@pytest.mark.parametrize("kind", [protocol.Create, protocol.Publish, protocol.Open])
+@pytest.mark.parametrize(("kind", "call"), [(protocol.Create, dump), (protocol.Publish, dump), (protocol.Open, load)])
 def test_a_fault_of_the_whole_request_fails_its_rows(
-    daemon: FaultyDaemon, store: UcmPipelineStore, kind: type[Request]
+    daemon: FaultyDaemon, store: UcmPipelineStore, kind: type[Request], call: Callable[[UcmPipelineStore], object]
 ) -> None:
     dump(store)
     daemon.fail = once(kind, lambda request: Reply(fault=Fault(5, "the daemon is confused")))
     with pytest.raises(TaskFailed, match=rf"row 0: .*{BLOCKS[0].hex()}: the daemon is confused") as failed:
-        if kind is protocol.Open:
-            load(store)
-        else:
-            dump(store)
+        call(store)
     assert [row for row, _ in failed.value.rows] == list(range(6))
     assert failed.value.errno == 5
     dump(store)
@@ -166,26 +163,25 @@ def test_a_fault_of_a_row_fails_that_row(daemon: FaultyDaemon, store: UcmPipelin
 
 
 @pytest.mark.parametrize(
-    ("kind", "reply"),
+    ("call", "kind", "reply"),
     [
-        (protocol.Open, Reply(rows=[1600] * 6)),
-        (protocol.Open, Reply(rows=[1600])),
-        (protocol.Create, Reply(rows=[1, 2])),
-        (protocol.Lookup, Reply(rows=[])),
+        (load, protocol.Open, Reply(rows=[1600] * 6)),
+        (load, protocol.Open, Reply(rows=[1600])),
+        (dump, protocol.Create, Reply(rows=[1, 2])),
+        (lambda store: store.lookup(BLOCKS), protocol.Lookup, Reply(rows=[])),
     ],
 )
 def test_a_reply_that_does_not_fit_its_request(
-    daemon: FaultyDaemon, store: UcmPipelineStore, kind: type[Request], reply: Reply
+    daemon: FaultyDaemon,
+    store: UcmPipelineStore,
+    call: Callable[[UcmPipelineStore], object],
+    kind: type[Request],
+    reply: Reply,
 ) -> None:
     dump(store)
     daemon.fail = once(kind, lambda request: reply)
     with pytest.raises((TaskFailed, ProtocolError), match="instead of 6"):
-        if kind is protocol.Open:
-            load(store)
-        elif kind is protocol.Create:
-            dump(store)
-        else:
-            store.lookup(BLOCKS)
+        call(store)
     assert load(store) == ROWS
 
 

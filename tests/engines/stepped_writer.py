@@ -18,6 +18,8 @@ def main(temporary: str, final: str) -> None:
         try:
             if verb == "open":
                 fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+            elif verb == "join":
+                fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
             elif verb == "write":
                 pattern, count = arguments
                 data = bytes.fromhex(pattern) * int(count)

@@ -223,6 +223,21 @@ def test_a_file_too_large_gets_enospc_from_write(mnt: Mounted) -> None:
     assert mnt.stats()["stages"][0]["used"] == 0
 
 
+def test_a_write_that_failed_can_be_mended(make_mount: Callable[..., Mounted]) -> None:
+    mnt = make_mount(store_pipeline="Cache|Empty", cache_buffer_capacity_gb=8 / 1024, write_back_deadline=0.1)
+    for number in range(6):
+        (mnt / f"pinned{number}").write_bytes(b"x" * MIB)
+        os.setxattr(mnt / f"pinned{number}", "user.ucmfs.pin", b"1")
+    fd = os.open(mnt / "x", os.O_RDWR | os.O_CREAT)
+    os.pwrite(fd, b"x" * 2 * MIB, 0)
+    with pytest.raises(OSError, match="No space"):
+        os.pwrite(fd, b"x" * MIB, 2 * MIB)
+    os.setxattr(mnt / "pinned0", "user.ucmfs.pin", b"0")
+    assert os.pwrite(fd, b"x" * MIB, 2 * MIB) == MIB
+    os.close(fd)
+    assert (mnt / "x").read_bytes() == b"x" * 3 * MIB
+
+
 def test_flags_that_engines_use(mnt: Mounted) -> None:
     os.close(os.open(mnt / "x", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_TRUNC, 0o640))
     assert (mnt / "x").stat().st_mode & 0o777 == 0o640

@@ -25,7 +25,8 @@ class Connection:
 
     def __init__(self, sock: socket.socket, *, timeout: float | None = None) -> None:
         self._sock = sock
-        sock.settimeout(timeout)
+        self._timeout = timeout
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, protocol.MAX_PACKET)
         self.daemon: dict[str, Any] = self.request(protocol.Hello()).result
 
     @classmethod
@@ -53,7 +54,10 @@ class Connection:
             raise
 
     def request(self, request: protocol.Request, *, timeout: float | None = None) -> protocol.Reply:
-        """Send *request* and give its reply. Raises the reply's fault as an error of the project's tree."""
+        """Send *request* and give its reply; *timeout* (seconds) instead of the connection's own.
+
+        Raises the reply's fault as an error of the project's tree.
+        """
         reply, fds = self.exchange(request, timeout=timeout)
         for fd in fds:
             os.close(fd)
@@ -64,8 +68,7 @@ class Connection:
 
         Raises the reply's fault as an error of the project's tree; MountError if the daemon went away.
         """
-        if timeout is not None:
-            self._sock.settimeout(timeout)
+        self._sock.settimeout(self._timeout if timeout is None else timeout)
         try:
             self._sock.send(protocol.encode(request))
             data, fds, flags, _ = socket.recv_fds(self._sock, protocol.MAX_PACKET, protocol.MAX_FDS)

@@ -112,7 +112,8 @@ class Prefetch(Request, frozen=True, tag="prefetch"):
 class Flush(Request, frozen=True, tag="flush"):
     """Write dirty blocks back, all of them for no names, and answer when done.
 
-    Result: {"left": [names still dirty], "error": str | null}. `timeout` in seconds bounds the wait.
+    Result: {"left": [names still dirty, the first MAX_NAMES], "total": how many, "error": str | null}. `timeout`
+    in seconds bounds the wait.
     """
 
     names: list[str] = []
@@ -147,8 +148,8 @@ class Stats(Request, frozen=True, tag="stats"):
 class Unmount(Request, frozen=True, tag="unmount"):
     """Write everything back and end the mount. Only its owner or root may ask.
 
-    Result: {"left": [names still dirty], "error": str | null}; the daemon ends the mount only if none is left
-    or `force` is set.
+    Result: as that of Flush; `error` also says why the mount stays. The daemon ends the mount only if nothing is left
+    dirty and no file is open, or `force` is set.
     """
 
     timeout: float | None = None

@@ -27,9 +27,10 @@ from ucmfs.errors import (
     from_os_error,
 )
 from ucmfs.pipeline.pipeline import Pipeline
+from ucmfs.pipeline.writeback import Flushed
 from ucmfs.stages.cache import Staging, writable_elsewhere
 
-__all__ = ["Hooks", "serve", "serve_listener"]
+__all__ = ["Hooks", "flushed_result", "serve", "serve_listener"]
 
 log = logging.getLogger(__name__)
 
@@ -329,8 +330,7 @@ class _Session:
 
     async def _flush(self, request: protocol.Flush) -> protocol.Reply:
         flushed = await self._pipeline.flush(request.names or None, timeout=request.timeout)
-        error = None if flushed.error is None else str(flushed.error)
-        return protocol.Reply(result={"left": flushed.left[: protocol.MAX_NAMES], "error": error})
+        return protocol.Reply(result=flushed_result(flushed))
 
     async def _evict(self, name: str) -> bool:
         self._allow_path(check_name(name), want_parent=2)
@@ -357,3 +357,10 @@ class _Session:
 
 def _fault(error: UcmfsError) -> protocol.Reply:
     return protocol.Reply(fault=protocol.Fault(error.errno or errno.EIO, str(error)))
+
+
+def flushed_result(flushed: Flushed, error: str | None = None) -> dict[str, Any]:
+    """The result of Flush and Unmount: the names still dirty (not more than a packet holds), how many, and why."""
+    if error is None and flushed.error is not None:
+        error = str(flushed.error)
+    return {"left": flushed.left[: protocol.MAX_NAMES], "total": len(flushed.left), "error": error}

@@ -29,7 +29,7 @@ class Writing:
     the latest close; `flushed` that nothing was written since, so that the last close is likely on its way.
     """
 
-    __slots__ = ("claimed", "flushed", "in_place", "killed", "openers", "settled", "staging")
+    __slots__ = ("claimed", "failed", "flushed", "in_place", "killed", "openers", "settled", "staging")
 
     def __init__(self, staging: Staging, opener: int, *, in_place: bool = False, claimed: bool = True) -> None:
         self.staging = staging
@@ -37,6 +37,8 @@ class Writing:
         self.in_place = in_place
         self.claimed = claimed
         """False between an open that was told to look again (ESTALE) and the open that follows it."""
+        self.failed: list[tuple[int, int]] = []
+        """Ranges (from, to) of writes that got an error and were not written since: the block has holes there."""
         self.killed = False
         self.flushed = False
         self.settled = trio.Event()
@@ -44,6 +46,12 @@ class Writing:
     @property
     def has_data(self) -> bool:
         return self.staging.attributes().size > 0
+
+    def written(self, start: int, end: int) -> None:
+        """A write succeeded: it mends what failed inside of it."""
+        self.flushed = False
+        if self.failed:
+            self.failed = [(a, b) for a, b in self.failed if a < start or b > end]
 
 
 class Inode:

@@ -7,7 +7,8 @@ What the mount promises to those who write, beyond POSIX:
 - open(O_TRUNC) of a file that others have open never touches their bytes: the opener is told to look again (ESTALE,
   which the kernel does by itself) and finds an inode of its own.
 - Writing to a published block without O_TRUNC changes a copy, which replaces the block at the last writable close.
-- A file whose last writable close comes from a process that a signal ends is dropped.
+- A file whose last writable close comes from a process that a signal ends is dropped, and so is one that has a hole
+  where a write got an error.
 """
 
 from __future__ import annotations
@@ -495,6 +496,7 @@ class Operations(pyfuse3.Operations):
         if writing is not None and (writing.openers == {opener} or not writing.has_data):
             os.ftruncate(writing.staging.fd, 0)
             writing.staging.settle()
+            writing.failed.clear()
             writing.claimed = True
             return
         if inode.orphan:
@@ -531,8 +533,13 @@ class Operations(pyfuse3.Operations):
     async def write(self, fh: int, off: int, buf: bytes) -> int:
         inode = self.inodes.handles[fh].inode
         writing = inode.writing or await self._start_in_place(inode)
-        writing.flushed = False
-        return await self.pipeline.write(writing.staging, off, buf)
+        try:
+            done = await self.pipeline.write(writing.staging, off, buf)
+        except OSError:
+            writing.failed.append((off, off + len(buf)))
+            raise
+        writing.written(off, off + len(buf))
+        return done
 
     async def _start_in_place(self, inode: Inode) -> Writing:
         """Begin to change a published block: from now on *inode* is a copy of it."""
@@ -595,9 +602,10 @@ class Operations(pyfuse3.Operations):
         published = None
         if inode.orphan:
             pass
-        elif writing.killed:
+        elif writing.killed or writing.failed:
             self.pipeline.counters.dropped += 1
-            log.warning("%s: dropped, its writer was killed in the middle", inode.name)
+            reason = "its writer was killed in the middle" if writing.killed else "a write to it failed"
+            log.warning("%s: dropped, %s", inode.name, reason)
         else:
             try:
                 published = self.pipeline.publish(staging, inode.name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import stat
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -60,6 +61,7 @@ class Virtual:
         entry.st_ino = number
         entry.st_mode = attributes.mode
         entry.st_nlink = 2 if attributes.is_directory else 1
+        entry.st_uid, entry.st_gid = os.geteuid(), os.getegid()
         entry.st_size = 0
         entry.st_mtime_ns = entry.st_ctime_ns = entry.st_atime_ns = attributes.mtime_ns
         entry.entry_timeout = entry.attr_timeout = _TTL

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from importlib.metadata import entry_points
 
 import xxhash
@@ -29,11 +31,7 @@ Build = Callable[[Section], Sequence[Stage]]
 
 
 class Registry:
-    """Which stage a label stands for, and who builds pipelines that are registered whole.
-
-    A lower stage's class is called as `Class(options, timeout=seconds, label=label)`, options being an instance of
-    its `options` class.
-    """
+    """Which stage a label stands for, and who builds pipelines that are registered whole."""
 
     def __init__(self) -> None:
         self._stages: dict[str, type[Stage]] = {"Cache": Cache, "Posix": Posix, "Empty": Empty}
@@ -49,21 +47,21 @@ class Registry:
         return self._pipelines.get(description)
 
     def stage(self, label: str) -> type[Stage]:
-        """The class that *label* stands for. Raises ConfigError."""
+        """The class that *label* stands for. Raises LookupError, saying why there is none."""
         found = self._stages.get(label)
         if found is not None:
             return found
         for entry in entry_points(group=ENTRY_POINTS, name=label):
             loaded = entry.load()
             if not (isinstance(loaded, type) and issubclass(loaded, Stage)):
-                raise ConfigError(f"entry point {entry.value} is no Stage class", path="store_pipeline")
+                raise LookupError(f"entry point {entry.value} is no Stage class")
             return loaded
         if label in PLANNED:
-            raise ConfigError(f"stage {label} is not there yet", path="store_pipeline")
-        others = [entry.name for entry in entry_points(group=ENTRY_POINTS)]
-        raise ConfigError(
-            f"no stage is called {label!r}; there are {', '.join([*self._stages, *others])}", path="store_pipeline"
-        )
+            raise LookupError(f"stage {label} is not there yet")
+        known = [*self._stages, *(entry.name for entry in entry_points(group=ENTRY_POINTS))]
+        near = difflib.get_close_matches(label, known, 1)
+        advice = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
+        raise LookupError(f"no stage is called {label!r}; {advice}")
 
 
 registry = Registry()
@@ -72,28 +70,40 @@ registry = Registry()
 
 def check(section: Section) -> tuple[PipelineOptions, dict[str, Options], list[str]]:
     """Check all of *section*; give its options and the labels of its stages, Cache first. Raises ConfigError."""
-    description = str(section.values.get("store_pipeline", PipelineOptions.model_fields["store_pipeline"].default))
+    description = section.store_pipeline
     labels = [part.strip() for part in description.split("|")]
-    whole = registry.get(description) is not None
-    if whole:
+    registered = registry.get(description) is not None
+    if registered:
         labels = ["Cache"]
+        section = _without_foreign_stages(section)
     elif labels == ["Empty"]:
-        raise ConfigError("Empty alone keeps nothing; write Cache|Empty for memory only", path="store_pipeline")
+        raise section.refusal("store_pipeline", "Empty alone keeps nothing; write Cache|Empty for memory only")
     elif labels[0] != "Cache":
         # Blocks have to be somewhere while they are written: what does not begin with a Cache gets one.
         labels.insert(0, "Cache")
     for number, label in enumerate(labels):
         if label in labels[:number]:
-            raise ConfigError(f"{label} stands there twice", path="store_pipeline")
-    classes = {label: registry.stage(label).options for label in labels}
+            raise section.refusal("store_pipeline", f"{label} stands there twice; each stage may stand once")
+    try:
+        classes = {label: registry.stage(label).options for label in labels}
+    except LookupError as error:
+        raise section.refusal("store_pipeline", str(error)) from error
     pipeline, stages = split(section, labels, classes)
     cache = stages["Cache"]
     assert isinstance(cache, CacheOptions)
     try:
         cache.capacity(pipeline.block_size)
     except ConfigError as error:
-        raise ConfigError(error.message.removeprefix(f"{error.path}: "), path=f"{section.path}.{error.path}") from error
+        raise section.refusal(error.path or "", error.reason) from error
     return pipeline, stages, labels
+
+
+def _without_foreign_stages(section: Section) -> Section:
+    """A registered pipeline's own stages have their keys under `stages`, and check them themselves."""
+    own = section.values.get("stages")
+    if not isinstance(own, dict):
+        return section
+    return replace(section, values={**section.values, "stages": {k: v for k, v in own.items() if k == "Cache"}})
 
 
 def build(section: Section, *, mount_point: str | None = None) -> Pipeline:
@@ -117,13 +127,9 @@ def build(section: Section, *, mount_point: str | None = None) -> Pipeline:
     if whole is not None:
         lower = [stage for stage in whole(section) if not isinstance(stage, Cache)]
     else:
-        lower = [_make(label, stages[label], options) for label in labels[1:]]
+        timeout = options.timeout_ms / 1000
+        lower = [registry.stage(label).build(stages[label], timeout=timeout, label=label) for label in labels[1:]]
     return Pipeline(options.store_pipeline, cache, lower, options)
-
-
-def _make(label: str, stage_options: Options, options: PipelineOptions) -> Stage:
-    make: Callable[..., Stage] = registry.stage(label)
-    return make(stage_options, timeout=options.timeout_ms / 1000, label=label)
 
 
 def default_cache_dir(owner: str) -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import ClassVar, TypeVar
+from typing import ClassVar, Self, TypeVar
 
 import msgspec
 import trio
@@ -76,7 +76,15 @@ class Stage(abc.ABC):
     def __init__(self, label: str) -> None:
         self.label = label
 
-    async def start(self) -> None:
+    @classmethod
+    def build(cls, options: Options, *, timeout: float, label: str) -> Self:
+        """Make the stage from its checked keys; *timeout* (seconds) is the deadline of a call.
+
+        Override it where the constructor takes something else than (options, timeout=, label=).
+        """
+        return cls(options, timeout=timeout, label=label)  # type: ignore[call-arg, arg-type, misc]
+
+    async def start(self) -> None:  # noqa: B027 - a stage may have nothing to make ready
         """Make ready. Raises ConfigError for what the user must mend, StageError for what may pass."""
 
     async def stop(self) -> None:  # noqa: B027 - a stage that holds nothing has nothing to let go

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import stat
 from collections.abc import AsyncIterator, Sequence
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from ucmfs.block import Attributes, Changes
 from ucmfs.config import Options
@@ -28,6 +28,10 @@ class Empty(Stage):
 
     def __init__(self, label: str = "Empty") -> None:
         super().__init__(label)
+
+    @classmethod
+    def build(cls, options: Options, *, timeout: float, label: str) -> Self:
+        return cls(label)
 
     async def lookup(self, names: Sequence[str], *, xattrs: bool = False) -> list[Attributes | None]:
         return [None if name else _ROOT for name in names]
