@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -21,6 +22,8 @@ from ucmfs.stages.base import Threads
 from ucmfs.stages.local import Loan, StagingDirectory, copy_whole, lend
 
 NO_PATIENCE = 0.01
+PATIENCE = 60.0
+"""Seconds after which a test is taken to hang."""
 
 
 @pytest.fixture
@@ -68,7 +71,7 @@ def test_a_call_past_its_deadline_never_touches_a_reused_descriptor(tmp_path: Pa
     os.dup2(stranger, fd)
     before = count_fds()
     blocked.let_go.set()
-    blocked.ended.wait()
+    assert blocked.ended.wait(PATIENCE)
     wait_until(lambda: count_fds() == before - 1)
     assert (tmp_path / "strangers").read_bytes() == b"untouched"
     assert (tmp_path / "callers").read_bytes() == b"late"
@@ -140,7 +143,7 @@ def test_a_result_that_nobody_waits_for_is_discarded_once() -> None:
 
     trio.run(main)
     blocked.let_go.set()
-    gone.wait()
+    assert gone.wait(PATIENCE)
     assert discarded == ["late"]
 
 
@@ -179,12 +182,34 @@ def test_an_abandoned_call_learns_that_its_caller_has_gone() -> None:
 
     trio.run(main)
     blocked.let_go.set()
-    blocked.ended.wait()
+    assert blocked.ended.wait(PATIENCE)
     assert seen == [errno.ECANCELED]
 
 
+@pytest.mark.usefixtures("fds_kept")
+def test_a_thread_that_comes_after_its_caller_has_gone_does_nothing() -> None:
+    late: list[Callable[[], object]] = []
+    calls: list[Loan] = []
+
+    class Late(Threads):
+        async def run(self, call: Callable[[], object], *, timeout: float | None = None) -> object:  # type: ignore[override]
+            late.append(call)
+            raise StageTimeout(self.label, "no answer")
+
+    async def main() -> None:
+        with memory_file() as fd, pytest.raises(StageTimeout):
+            await lend(Late("Test", limit=1, timeout=30), calls.append, [fd])
+
+    trio.run(main)
+    with pytest.raises(OSError, match="the caller has gone"):
+        late[0]()
+    assert not calls
+
+
 def wait_until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + PATIENCE
     while not condition():
+        assert time.monotonic() < end
         os.sched_yield()
 
 
@@ -432,6 +457,31 @@ def test_staging_that_was_not_locked_yet_may_be_swept_and_is_made_again(
     assert not Path(made[0]).exists()
     assert Path(directory.new_path()).parent.exists()
     directory.close()
+
+
+@pytest.mark.usefixtures("fds_kept")
+def test_staging_swept_while_its_owner_waits_for_the_lock_is_made_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    real = fcntl.flock
+    swept: list[Path] = []
+
+    def flock(fd: int, operation: int) -> None:
+        if not swept:
+            # The sweeper had the lock first, and lets go of it with the directory gone.
+            lock = Path(os.readlink(f"/proc/self/fd/{fd}"))
+            lock.unlink()
+            lock.parent.rmdir()
+            swept.append(lock.parent)
+        real(fd, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    directory = StagingDirectory(str(tmp_path))
+    directory.open()
+    with local.temporary_file(directory.new_path()):
+        assert directory.path != str(swept[0])
+    directory.close()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_foreign_file_in_staging_stays(tmp_path: Path) -> None:

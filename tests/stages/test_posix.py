@@ -53,6 +53,8 @@ from ucmfs.stages.posix import Posix, PosixOptions
 
 NOBODY = 65534
 NO_PATIENCE = 0.01
+PATIENCE = 60.0
+"""Seconds after which a test is taken to hang."""
 
 
 def command(*words: str) -> None:
@@ -87,8 +89,9 @@ def run(body: Callable[[Posix], Awaitable[None]], *directories: Path, **options:
     """Run *body* with posix() over *directories*."""
 
     async def main() -> None:
-        async with posix(*directories, **options) as stage:
-            await body(stage)
+        with trio.fail_after(PATIENCE):
+            async with posix(*directories, **options) as stage:
+                await body(stage)
 
     trio.run(main)
 
@@ -656,8 +659,9 @@ def test_descriptors_opened_too_late_are_closed(tmp_path: Path, monkeypatch: pyt
                     scope.cancel()
             assert not closed()
             let_go.set()
-            while not closed():
-                await trio.lowlevel.checkpoint()
+            with trio.fail_after(PATIENCE):
+                while not closed():
+                    await trio.lowlevel.checkpoint()
 
     trio.run(main)
 
@@ -687,8 +691,9 @@ def test_a_scan_left_in_the_middle_of_a_batch_closes_its_directory(
                     assert count_fds() > before
                     scope.cancel()
             let_go.set()
-            while count_fds() > before:
-                await trio.lowlevel.checkpoint()
+            with trio.fail_after(PATIENCE):
+                while count_fds() > before:
+                    await trio.lowlevel.checkpoint()
 
     trio.run(main)
 
@@ -906,6 +911,14 @@ def test_io_direct_is_given_up_with_one_warning_where_it_is_refused(
             assert [record.levelname for record in caplog.records] == ["WARNING"]
             assert "io_direct is off" in caplog.text
             assert str(root) in caplog.text
+
+
+def test_a_refusal_met_by_several_threads_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    root = roots.Root(str(tmp_path), direct=True)
+    for _ in range(2):
+        root.refuse_direct(OSError(errno.EINVAL, "Invalid argument"))
+    assert not root.direct
+    assert len(caplog.records) == 1
 
 
 def test_io_direct_moves_bytes_with_o_direct(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
