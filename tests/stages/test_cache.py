@@ -69,7 +69,7 @@ class TestCache(StageConformance):
 
     @asynccontextmanager
     async def make_stage(self, tmp_path: Path) -> AsyncIterator[Stage]:
-        cache = Cache(self.directory, 256 * MIB, Lru())
+        cache = Cache(f"{self.directory}/{tmp_path.name}", 256 * MIB, Lru())
         await cache.start()
         try:
             yield cache
