@@ -406,6 +406,7 @@ PROVOKED: dict[str, Callable[[MakeMount], str]] = {
     "stays dirty": stays_dirty,
     "does not fit": too_large,
     "no room for": full_of_dirty,
+    "a write to it failed": too_large,
     "was killed": killed_writer,
 }
 """What provokes each message of the table, by a part that only this one has."""

@@ -14,7 +14,7 @@ from tests.engines.clients import KIB, bare_package, check_round_trip, content, 
 from tests.mounted import Mounted
 
 BLOCK = 512 * KIB
-BLOCKS = 48
+BLOCKS = 24
 THREADS = 8
 BATCH = 3
 """Blocks a job: a job is one call, in one thread of the tier's pool."""

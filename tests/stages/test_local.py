@@ -371,11 +371,11 @@ def test_an_xattr_that_the_file_system_cannot_hold_does_not_stop_a_block(
 
 
 @pytest.mark.usefixtures("fds_kept")
-def test_a_temporary_file_goes_when_its_body_fails(tmp_path: Path) -> None:
+def test_a_temporary_file_goes_on_failure(tmp_path: Path) -> None:
     path = tmp_path / "temporary"
 
     def fail() -> None:
-        with local.temporary_file(str(path)) as fd:
+        with local.removed_on_failure(str(path)), local.create_file(str(path)) as fd:
             os.write(fd, b"x")
             assert path.stat().st_mode == 0o100600
             raise ZeroDivisionError
@@ -383,9 +383,9 @@ def test_a_temporary_file_goes_when_its_body_fails(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError):
         fail()
     assert not path.exists()
-    with local.temporary_file(str(path)):
-        path.rename(tmp_path / "final")
-    assert (tmp_path / "final").exists()
+    with local.removed_on_failure(str(path)), local.create_file(str(path)):
+        pass
+    assert path.exists()
 
 
 def test_make_parents_says_what_it_changed_and_never_makes_the_root(tmp_path: Path) -> None:
@@ -478,7 +478,7 @@ def test_staging_swept_while_its_owner_waits_for_the_lock_is_made_again(
     monkeypatch.setattr(fcntl, "flock", flock)
     directory = StagingDirectory(str(tmp_path))
     directory.open()
-    with local.temporary_file(directory.new_path()):
+    with local.create_file(directory.new_path()):
         assert directory.path != str(swept[0])
     directory.close()
     assert list(tmp_path.iterdir()) == []

@@ -186,10 +186,14 @@ def test_a_directory_that_is_not_writable_is_refused(tmp_path: Path) -> None:
 @pytest.mark.mount
 def test_storage_that_became_read_only_before_the_start_is_a_config_error(tmp_path: Path) -> None:
     with mounted("tmpfs", tmp_path / "root") as root:
-        stage = Posix(PosixOptions.model_validate({"storage_backends": str(root)}), timeout=30)
+        (tmp_path / "good").mkdir()
+        backends = [str(tmp_path / "good"), str(root)]
+        stage = Posix(PosixOptions.model_validate({"storage_backends": backends}), timeout=30)
         command("mount", "-o", "remount,ro", str(root))
         with pytest.raises(ConfigError, match="cannot be made: Read-only"):
             trio.run(stage.start)
+        # The root that could be made ready is let go.
+        assert list((tmp_path / "good" / ".ucmfs" / "staging").iterdir()) == []
 
 
 # One directory, with what other programs put there
@@ -534,7 +538,7 @@ def test_storage_that_became_read_only_says_so(tmp_path: Path, monkeypatch: pyte
 
     async def body(stage: Posix) -> None:
         assert await stage.health() is None
-        monkeypatch.setattr(roots, "temporary_file", refuse)
+        monkeypatch.setattr(roots, "create_file", refuse)
         monkeypatch.setattr(os, "statvfs", lambda path: ReadOnly)
         [row] = await publish_all(stage, {"new": b"data"})
         assert isinstance(row, StageReadOnly)
@@ -579,17 +583,17 @@ def test_a_root_that_was_deleted_makes_usage_an_error(tmp_path: Path) -> None:
 
 def test_a_publication_past_its_deadline_never_becomes_visible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     let_go, ended = threading.Event(), threading.Event()
-    real = local.temporary_file
+    real = local.removed_on_failure
 
     def blocking_copy(source: int, target: int, size: int) -> None:
         let_go.wait()
         local.copy_whole(source, target, size)
 
     @contextmanager
-    def watched(path: str) -> Iterator[int]:
+    def watched(path: str) -> Iterator[None]:
         try:
-            with real(path) as fd:
-                yield fd
+            with real(path):
+                yield
         finally:
             ended.set()
 
@@ -597,7 +601,7 @@ def test_a_publication_past_its_deadline_never_becomes_visible(tmp_path: Path, m
         async with posix(tmp_path, timeout=30) as quick:
             await publish(quick, "block", b"before")
         async with posix(tmp_path, timeout=NO_PATIENCE) as stage:
-            monkeypatch.setattr(roots, "temporary_file", watched)
+            monkeypatch.setattr(roots, "removed_on_failure", watched)
             monkeypatch.setattr(roots, "copy_whole", blocking_copy)
             with pytest.raises(StageTimeout):
                 await publish_all(stage, {"block": b"late"})
@@ -696,6 +700,29 @@ def test_a_scan_left_in_the_middle_of_a_batch_closes_its_directory(
                     await trio.lowlevel.checkpoint()
 
     trio.run(main)
+
+
+def test_a_block_that_could_not_be_stored_at_close_is_not_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NFS tells only then that the server had no room."""
+    real = os.close
+
+    def fail(fd: int) -> None:
+        path = os.readlink(f"/proc/self/fd/{fd}")
+        real(fd)
+        if "/.ucmfs/staging/" in path and not path.endswith("lock"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    async def body(stage: Posix) -> None:
+        monkeypatch.setattr(os, "close", fail)
+        [row] = await publish_all(stage, {"block": b"data"})
+        monkeypatch.undo()
+        assert isinstance(row, StageFull)
+        assert await stage.lookup(["block"]) == [None]
+        assert staged(tmp_path) == []
+
+    run(body, tmp_path)
 
 
 def test_a_file_that_changes_while_it_is_read_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

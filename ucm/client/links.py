@@ -20,6 +20,7 @@ class Link:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self.busy = True
+        self.wanted = 0  # threads that wait for this very link
         self.used = False
         self.broken = False
 
@@ -74,7 +75,11 @@ class Links:
     def hold(self, link: Link) -> Iterator[Link]:
         """Wait for *link* and hold it. Raises MountError if it is broken."""
         with self._changed:
-            self._changed.wait_for(lambda: not link.busy)
+            link.wanted += 1
+            try:
+                self._changed.wait_for(lambda: not link.busy)
+            finally:
+                link.wanted -= 1
             if link.broken or link not in self._links:
                 raise MountError(
                     "the connection to the daemon was lost, and the bytes not yet published with it; dump again",
@@ -92,7 +97,8 @@ class Links:
                 if self._closed:
                     raise StoreClosed
                 for link in self._links:
-                    if not link.busy:
+                    # Who can use any link leaves a wanted one alone, or would always be there first.
+                    if not link.busy and not link.wanted:
                         link.busy = True
                         return link
                 if self._count < self._limit:

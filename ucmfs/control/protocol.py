@@ -73,7 +73,8 @@ class Open(Request, frozen=True, tag="open"):
 class Create(Request, frozen=True, tag="create"):
     """Make a staging file of `size` bytes for each name. Row: a staging id; one read-write descriptor each.
 
-    Room for `size` bytes is reserved until publish, discard or the end of the connection.
+    Room for `size` bytes is reserved until publish, discard or the end of the connection. Only the first row waits for
+    room; a later one without gets ENOSPC at once, to be asked for again when the first are published.
     """
 
     names: list[str]

@@ -271,7 +271,8 @@ class _Session:
         self._allow_path(check_name(name), want_parent=2)
         mode = stat.S_IFREG | stat.S_IMODE(request.mode)
         owner = Attributes(0, 0, mode, self.peer.uid, self.peer.gid)
-        staging = await self._pipeline.create(request.size, owner)
+        # Who has room for some of its blocks never waits for more: two that did would wait for each other.
+        staging = await self._pipeline.create(request.size, owner, wait=not fds)
         number = self._next
         self._next += 1
         self._stagings[number] = (name, staging, request.size)

@@ -303,12 +303,12 @@ class Pipeline:
 
     # Writing
 
-    async def create(self, size: int = 0, attributes: Attributes | None = None) -> Staging:
-        """An empty staging file with room for *size* bytes. Raises StageFull."""
+    async def create(self, size: int = 0, attributes: Attributes | None = None, *, wait: bool = True) -> Staging:
+        """An empty staging file with room for *size* bytes. Raises StageFull: at once without *wait*."""
         staging = self.cache.stage_file(attributes)
         if size:
             try:
-                await self.room.reserve(staging, pages(size))
+                await self.room.reserve(staging, pages(size), wait=wait)
             except BaseException:
                 self.cache.abandon(staging)
                 raise

@@ -30,12 +30,13 @@ __all__ = [
     "apply_attributes",
     "apply_changes",
     "copy_whole",
+    "create_file",
     "lend",
     "make_parents",
     "read_direct",
     "read_xattrs",
+    "removed_on_failure",
     "sync_directory",
-    "temporary_file",
     "write_direct",
     "write_xattrs",
 ]
@@ -328,25 +329,28 @@ def _or_keep(owner: int | None) -> int:
 
 
 @contextlib.contextmanager
-def temporary_file(path: str) -> Iterator[int]:
-    """Create *path*, for this user alone, and give it open for reading and writing. Removed if the body fails.
+def create_file(path: str) -> Iterator[int]:
+    """Create *path*, for this user alone, and give it open for reading and writing; closed at the end.
 
-    The body renames it when it is complete. Raises OSError.
+    Closing is part of writing: NFS reports there what could not be stored. Rename only after. Raises OSError.
     """
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         yield fd
-    except BaseException:
-        _unlink_quietly(path)
-        raise
     finally:
         os.close(fd)
 
 
-def _unlink_quietly(path: str) -> None:
-    # The error that brought us here tells more; a file left behind goes at the next start.
-    with contextlib.suppress(OSError):
-        os.unlink(path)
+@contextlib.contextmanager
+def removed_on_failure(path: str) -> Iterator[None]:
+    """Remove the temporary file *path*, if it is there, should the body fail."""
+    try:
+        yield
+    except BaseException:
+        # The error that brought us here tells more; a file left behind goes at the next start.
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+        raise
 
 
 def make_parents(path: str, root: str) -> list[str]:

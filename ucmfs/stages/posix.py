@@ -192,7 +192,6 @@ class Posix(Stage):
                 results[part] = await lend(self.threads, partial(call, rows[share]), fds[share])
             except StageError as error:
                 failed.append(error)
-                nursery.cancel_scope.cancel()
 
         async with trio.open_nursery() as nursery:
             for part in range(parts):

@@ -40,11 +40,12 @@ from ucmfs.stages.local import (
     apply_attributes,
     apply_changes,
     copy_whole,
+    create_file,
     make_parents,
     read_direct,
     read_xattrs,
+    removed_on_failure,
     sync_directory,
-    temporary_file,
     write_direct,
     write_xattrs,
 )
@@ -128,6 +129,7 @@ class Roots:
                 os.makedirs(root.aside, mode=0o755, exist_ok=True)
                 root.staging.open()
             except OSError as error:
+                self.stop()
                 raise ConfigError(
                     f"{root.own} cannot be made: {error.strerror}; make {root.path} writable or name another directory",
                     path="storage_backends",
@@ -345,14 +347,15 @@ class Roots:
         self._check_replaceable(name)
         temporary = home.staging.new_path()
         try:
-            with temporary_file(temporary) as target:
-                # Before the bytes, for it may refuse; after the temporary file, which fails where the storage is gone.
-                changed = self._make_parents(home, name)
-                self._copy_to(home, source, target, item.attributes.size)
-                apply_attributes(target, item.attributes)
-                if durable:
-                    # Mode, times and xattrs are in the journal before the rename is, and sync_directory() waits for it.
-                    os.fdatasync(target)
+            with removed_on_failure(temporary):
+                with create_file(temporary) as target:
+                    # Before the bytes, for it may refuse; after the file is made, which fails if the storage is gone.
+                    changed = self._make_parents(home, name)
+                    self._copy_to(home, source, target, item.attributes.size)
+                    apply_attributes(target, item.attributes)
+                    if durable:
+                        # Mode, times and xattrs reach the journal before the rename, and sync_directory() syncs that.
+                        os.fdatasync(target)
                 loan.check()
                 changed |= self._move_into(temporary, home, name)
         except BlockNotFound:
