@@ -116,7 +116,10 @@ def check_name(name: str) -> str:
     """Return *name* if a file below the mount can have it; raise InvalidName, saying why, if not."""
     if not name or name.startswith("/") or name.endswith("/") or "\0" in name:
         raise InvalidName(name, "must be a relative path without a slash at either end")
-    encoded = os.fsencode(name)
+    try:
+        encoded = os.fsencode(name)
+    except UnicodeEncodeError as error:
+        raise InvalidName(ascii(name), "holds a surrogate that stands for no byte") from error
     if len(encoded) > PATH_MAX:
         raise InvalidName(name[:64] + "...", f"over {PATH_MAX} bytes", code=36)  # ENAMETOOLONG
     for part in encoded.split(b"/"):

@@ -13,9 +13,9 @@ import trio
 import trio.testing
 
 from tests.pipeline.faulty import Faulty, flip_a_byte
-from ucmfs.block import Changes
+from ucmfs.block import Changes, check_name
 from ucmfs.config import PipelineOptions
-from ucmfs.errors import BlockBusy, BlockCorrupt, BlockNotFound, StageError, StageFull, StageTimeout
+from ucmfs.errors import BlockBusy, BlockCorrupt, BlockNotFound, InvalidName, StageError, StageFull, StageTimeout
 from ucmfs.pipeline.eviction import Lru
 from ucmfs.pipeline.pipeline import Pipeline
 from ucmfs.stages.cache import Cache
@@ -455,6 +455,14 @@ def test_a_stage_that_is_away_makes_misses(make_rig: Callable[..., Rig]) -> None
         assert await rig.get("x") == b"data"
 
     rig.run(test)
+
+
+@pytest.mark.parametrize(
+    "name", ["", "/a", "a/", "a//b", "../a", "a/./b", "a\0b", "\ud800", "n" * 256, "a/" * 2100 + "b"]
+)
+def test_names_that_no_file_can_have(name: str) -> None:
+    with pytest.raises(InvalidName):
+        check_name(name)
 
 
 def test_what_does_not_fit_is_read_where_it_is_not_cached(make_rig: Callable[..., Rig]) -> None:

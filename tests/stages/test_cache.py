@@ -342,7 +342,7 @@ class Model(RuleBasedStateMachine):
 
 
 def test_against_a_model() -> None:
-    run_state_machine_as_test(  # type: ignore[no-untyped-call]
+    run_state_machine_as_test(
         Model,
         settings=settings(
             max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)

@@ -109,7 +109,10 @@ class Pipeline:
         finally:
             with trio.CancelScope(shield=True):
                 for stage in reversed(started):
-                    await stage.stop()
+                    try:
+                        await stage.stop()
+                    except StageError as error:
+                        log.warning("%s", error)
 
     def _recover(self) -> None:
         dirty = [block for block in self.cache.blocks.values() if block.dirty]

@@ -188,6 +188,9 @@ class WriteBack:
                 answers = await stage.publish([items[row] for row in rows])
             except StageError as error:
                 answers = [error] * len(rows)
+                for row in rows:
+                    # A call past its deadline goes on holding its own descriptor: ask the kernel before evicting.
+                    opened[row][0].lent = True
             for row, answer in zip(rows, answers, strict=True):
                 failed[row] = answer
                 if answer is not None:
