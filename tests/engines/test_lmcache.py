@@ -116,7 +116,8 @@ def native_keys() -> list[str]:
 
 
 def native_store(root: str, direct: bool) -> bool:
-    native(root, direct, lambda client: int(client.submit_batch_set(native_keys(), chunks("kv", direct))))
+    stored = chunks("kv", direct)
+    native(root, direct, lambda client: int(client.submit_batch_set(native_keys(), stored)))
     return True
 
 

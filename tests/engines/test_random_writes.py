@@ -11,13 +11,13 @@ import random
 from collections.abc import Callable
 from concurrent.futures import Executor
 
-from tests.engines.clients import KIB, MIB, content, page_aligned, same_on_disk
+from tests.engines.clients import KIB, MIB, check_round_trip, content, page_aligned, same_on_disk
 from tests.mounted import Mounted
 
-SIZE = 12 * MIB
+SIZE = 8 * MIB
 PAGE = 4 * KIB
-ROUNDS = 120
-FALLOC_FL_KEEP_SIZE = 1
+ROUNDS = 80
+METADATA = 4 * KIB
 
 
 def random_access(fd: int, model: bytearray, seed: int, *, aligned: bool) -> None:
@@ -41,106 +41,136 @@ def read_whole(fd: int) -> bytes:
     return b"".join(os.pread(fd, MIB, offset) for offset in range(0, os.fstat(fd).st_size, MIB))
 
 
+# Dynamo's KVBM is a part of a server; these are its calls: lib/llm/src/block_manager/storage/disk.rs of Dynamo 1.x, DiskStorage.
+
+
 def kvbm_pool(root: str) -> None:
-    """NVIDIA Dynamo KVBM, lib/llm/src/block_manager/storage/disk.rs: DiskStorage::new, allocate_file, Drop."""
+    """DiskStorage::new, and unlink once it is registered: what DiskStorage does for the life of a process."""
     libc = ctypes.CDLL(None, use_errno=True)
     template = ctypes.create_string_buffer(os.fsencode(f"{root}/dynamo-kvbm-disk-cache-XXXXXX"))
     fd = libc.mkostemp(template, os.O_CLOEXEC)
     assert fd >= 0
     fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)
-    if libc.fallocate(fd, FALLOC_FL_KEEP_SIZE, ctypes.c_long(0), ctypes.c_long(SIZE)) != 0:
+    if libc.fallocate(fd, 0, ctypes.c_long(0), ctypes.c_long(SIZE)) != 0:
         assert ctypes.get_errno() == errno.EOPNOTSUPP
-    os.ftruncate(fd, SIZE)
+        os.ftruncate(fd, SIZE)
+    assert os.fstat(fd).st_size == SIZE
     os.unlink(os.fsdecode(template.value))
+    assert os.listdir(root) == []
     model = bytearray(SIZE)
     random_access(fd, model, 1, aligned=True)
     random_access(fd, model, 2, aligned=False)
     assert read_whole(fd) == model
-    assert os.fstat(fd).st_nlink == 0
     os.close(fd)
 
 
-def test_kvbm_pool_that_has_no_name(mnt: Mounted, engine: Callable[[], Executor]) -> None:
+def test_kvbm_pool_without_a_name(mnt: Mounted, engine: Callable[[], Executor]) -> None:
     engine().submit(kvbm_pool, str(mnt.point)).result()
-    assert os.listdir(mnt.point) == []
     assert mnt.stats()["stages"][0]["used"] == 0
     same_on_disk(mnt, {})
 
 
-def kvbm_named_pool(path: str) -> bytes:
-    """The same with DYN_KVBM_DISK_..., which keeps the name: what it left in the file."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    os.ftruncate(fd, SIZE)
-    model = bytearray(SIZE)
-    random_access(fd, model, 3, aligned=False)
-    os.close(fd)
-    return bytes(model)
-
-
-def hf3fs_write(path: str, model: bytes, seed: int) -> bytes:
-    """SGLang's mock client of 3FS, mem_cache/storage/hf3fs/hf3fs_client.py, Hf3fsMockClient: O_RDWR|O_CREAT, ftruncate, pwrite."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT)
-    os.ftruncate(fd, SIZE)
+def kvbm_file(path: str, model: bytes | None, seed: int) -> bytes:
+    """DiskStorage::new_at_path, persistent: made and filled with zeros through a duplicate, or opened as *model*."""
+    flags = os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT
+    if model is None:
+        fd = os.open(path, flags | os.O_CREAT, 0o644)
+        model = bytes(SIZE)
+        with os.fdopen(os.dup(fd), "r+b", buffering=0) as duplicate:
+            duplicate.write(page_aligned(SIZE))
+    else:
+        fd = os.open(path, flags)
+    assert read_whole(fd) == model
     changed = bytearray(model)
-    random_access(fd, changed, seed, aligned=False)
+    random_access(fd, changed, seed, aligned=True)
     os.close(fd)
     return bytes(changed)
 
 
-def hf3fs_read(path: str, model: bytes) -> None:
-    fd = os.open(path, os.O_RDWR | os.O_CREAT)
-    os.ftruncate(fd, SIZE)
-    assert read_whole(fd) == model
-    os.close(fd)
-
-
-def test_hf3fs_file(mnt: Mounted, engine: Callable[[], Executor]) -> None:
-    path = str(mnt / "hicache.data")
-    writer, reader = engine(), engine()
-    model = writer.submit(hf3fs_write, path, bytes(SIZE), 4).result()
-    reader.submit(hf3fs_read, path, model).result()
-    same_on_disk(mnt, {"hicache.data": model})
+def test_kvbm_file_that_outlives_its_process(mnt: Mounted, engine: Callable[[], Executor]) -> None:
+    path = str(mnt / "remote/block")
+    (mnt / "remote").mkdir()
+    model = engine().submit(kvbm_file, path, None, 3).result()
+    same_on_disk(mnt, {"remote/block": model})
     mnt.umount()
     mnt.mount()
-    reader.submit(hf3fs_read, path, model).result()
-    # Another process goes on with the file, as after a restart of the engine.
-    model = reader.submit(hf3fs_write, path, model, 5).result()
-    writer.submit(hf3fs_read, path, model).result()
-    same_on_disk(mnt, {"hicache.data": model})
+    other = engine()
+    model = other.submit(kvbm_file, path, model, 4).result()
+    model = other.submit(kvbm_file, path, model, 5).result()
+    same_on_disk(mnt, {"remote/block": model})
 
 
-def map_and_write(path: str, seed: int) -> None:
-    """LMCache's fallback of GDS, storage_backend/gds_backend.py: ftruncate and a shared mapping."""
+# lmcache 0.5.6, lmcache/v1/storage_backend/gds_backend.py, _save_gds and _load_gds: what it does where there is no GDS, but
+# for the copy, which is the GPU's.
+
+
+def gds_save(path: str, seed: int) -> None:
+    with open(f"{path}.tmp", "wb") as file:
+        file.write(content((seed, "metadata"), METADATA))
+    fd = os.open(f"{path}.tmp", os.O_RDWR)
+    os.ftruncate(fd, METADATA + SIZE)
+    mapping = mmap.mmap(fd, METADATA + SIZE, mmap.MAP_SHARED, mmap.PROT_WRITE)
+    # Only the mapping holds the file from here on.
+    os.close(fd)
+    memoryview(mapping)[METADATA:] = content(seed, SIZE)
+    mapping.close()
+    os.rename(f"{path}.tmp", path)
+
+
+def gds_load(path: str, seed: int) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_NOATIME)
+    assert os.read(fd, METADATA) == content((seed, "metadata"), METADATA)
+    os.close(fd)
+    fd = os.open(path, os.O_RDONLY)
+    size = os.fstat(fd).st_size
+    mapping = mmap.mmap(fd, size, mmap.MAP_PRIVATE | mmap.MAP_POPULATE, mmap.PROT_READ)
+    os.close(fd)
+    assert mapping[METADATA:] == content(seed, SIZE)
+    mapping.close()
+
+
+def test_lmcache_mappings(mnt: Mounted, engine: Callable[[], Executor]) -> None:
+    path = str(mnt / "chunk.kvcache.safetensors")
+    writer, reader = engine(), engine()
+    for seed in (1, 2):
+        writer.submit(gds_save, path, seed).result()
+        files = {"chunk.kvcache.safetensors": content((seed, "metadata"), METADATA) + content(seed, SIZE)}
+        check_round_trip(mnt, files, lambda seed=seed: reader.submit(gds_load, path, seed).result())
+
+
+def write_through_a_mapping(path: str, seed: int) -> None:
+    """A mapping of the whole file that is written here and there, with write() between."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     os.ftruncate(fd, SIZE)
     with mmap.mmap(fd, SIZE, mmap.MAP_SHARED) as shared:
         for offset in range(0, SIZE, MIB):
-            shared[offset : offset + MIB - 3] = content((seed, offset), MIB - 3)
+            shared[offset : offset + PAGE + 1] = content((seed, offset), PAGE + 1)
+            os.pwrite(fd, content((seed, offset, "write"), 99), offset + 2 * PAGE)
+            assert shared[offset + 2 * PAGE : offset + 2 * PAGE + 99] == content((seed, offset, "write"), 99)
     os.close(fd)
 
 
-def mapped(seed: int) -> bytes:
-    return b"".join(content((seed, offset), MIB - 3) + bytes(3) for offset in range(0, SIZE, MIB))
-
-
-def map_and_read(path: str, seed: int) -> None:
+def read_through_a_mapping(path: str, seed: int) -> None:
     fd = os.open(path, os.O_RDONLY)
     with mmap.mmap(fd, SIZE, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE) as private:
-        assert private[:] == mapped(seed)
+        assert private[:] == written_through_a_mapping(seed)
         private[:PAGE] = bytes(PAGE)
-    assert os.pread(fd, PAGE, 0) == mapped(seed)[:PAGE]
+    assert os.pread(fd, PAGE, 0) == written_through_a_mapping(seed)[:PAGE]
     os.close(fd)
 
 
-def test_mappings(mnt: Mounted, engine: Callable[[], Executor]) -> None:
-    path = str(mnt / "gds.pt")
+def written_through_a_mapping(seed: int) -> bytes:
+    data = bytearray(SIZE)
+    for offset in range(0, SIZE, MIB):
+        data[offset : offset + PAGE + 1] = content((seed, offset), PAGE + 1)
+        data[offset + 2 * PAGE : offset + 2 * PAGE + 99] = content((seed, offset, "write"), 99)
+    return bytes(data)
+
+
+def test_mappings_and_writes_of_one_file(mnt: Mounted, engine: Callable[[], Executor]) -> None:
+    path = str(mnt / "pool")
     writer, reader = engine(), engine()
-    writer.submit(map_and_write, path, 1).result()
-    reader.submit(map_and_read, path, 1).result()
-    same_on_disk(mnt, {"gds.pt": mapped(1)})
-    mnt.umount()
-    mnt.mount()
-    reader.submit(map_and_read, path, 1).result()
-    writer.submit(map_and_write, path, 2).result()
-    reader.submit(map_and_read, path, 2).result()
-    same_on_disk(mnt, {"gds.pt": mapped(2)})
+    for seed in (1, 2):
+        writer.submit(write_through_a_mapping, path, seed).result()
+        files = {"pool": written_through_a_mapping(seed)}
+        check_round_trip(mnt, files, lambda seed=seed: reader.submit(read_through_a_mapping, path, seed).result())

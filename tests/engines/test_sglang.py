@@ -1,11 +1,13 @@
-"""SGLang's HiCacheFile (kind A): `.<uuid>.tmp`, numpy's tofile, rename; its own eviction by unlink."""
+"""SGLang: HiCacheFile (kind A: `.<uuid>.tmp`, numpy's tofile, rename; evicts by unlink) and the mock of 3FS (kind C)."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+import random
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from tests.engines.clients import KIB, MIB, bare_package, check_round_trip, content, same_on_disk, stand_in
@@ -94,3 +96,56 @@ def test_its_own_eviction(mnt: Mounted, engine: Callable[[], Executor]) -> None:
     engine().submit(store_more_than_fits, root).result()
     kept = range(PAGES - ROOM, PAGES)
     same_on_disk(mnt, {f"new_{number:02}{SUFFIX}": content(number, PAGE) for number in kept})
+
+
+FILE = 6 * MIB
+PAGES_OF_FILE = FILE // (64 * KIB)
+
+
+def open_file(path: str) -> Any:
+    storage_module()
+    module = importlib.import_module("sglang.srt.mem_cache.storage.hf3fs.hf3fs_client")
+    return module.Hf3fsMockClient(path, FILE, 64 * KIB, 8)
+
+
+def page_content(seed: int, page: int) -> bytes:
+    return content((seed, page), 64 * KIB)
+
+
+def batches(seed: int) -> Iterator[list[int]]:
+    """All pages in an order of *seed*'s, eight at a time."""
+    pages = random.Random(seed).sample(range(PAGES_OF_FILE), PAGES_OF_FILE)
+    return (pages[first : first + 8] for first in range(0, PAGES_OF_FILE, 8))
+
+
+def write_pages(path: str, seed: int, storage: str) -> None:
+    client = open_file(path)
+    for pages in batches(seed):
+        tensors = [tensor(page_content(seed, page)) for page in pages]
+        assert client.batch_write([page * 64 * KIB for page in pages], tensors) == [64 * KIB] * len(pages)
+    client.flush()
+    # It syncs, and so has the file below while it is still open.
+    assert Path(storage).read_bytes() == file_content(seed)
+    client.close()
+
+
+def read_pages(path: str, seed: int) -> None:
+    client = open_file(path)
+    for pages in batches(seed + 1):
+        tensors = [tensor(bytes(64 * KIB)) for _ in pages]
+        assert client.batch_read([page * 64 * KIB for page in pages], tensors) == [64 * KIB] * len(pages)
+        assert [found.numpy().tobytes() for found in tensors] == [page_content(seed, page) for page in pages]
+    client.close()
+
+
+def file_content(seed: int) -> bytes:
+    return b"".join(page_content(seed, page) for page in range(PAGES_OF_FILE))
+
+
+def test_3fs_file(mnt: Mounted, engine: Callable[[], Executor]) -> None:
+    path, below = str(mnt / "3fs/hicache.data"), str(mnt.storage / "3fs/hicache.data")
+    writer, reader = engine(), engine()
+    for seed in (1, 2):
+        writer.submit(write_pages, path, seed, below).result()
+        files = {"3fs/hicache.data": file_content(seed)}
+        check_round_trip(mnt, files, lambda seed=seed: reader.submit(read_pages, path, seed).result())
