@@ -357,11 +357,18 @@ def stays_dirty(make: MakeMount) -> str:
 MIB = 1 << 20
 
 
+def await_dropped(mounted: Mounted) -> None:
+    """The kernel tells the daemon of the last close a little after close() or the process ended."""
+    while not mounted.stats()["dropped"]:
+        pass
+
+
 def too_large(make: MakeMount) -> str:
     mounted = make(cache_buffer_capacity_gb=MIB / (1 << 30))
     mounted.expect("a write to it failed")
     with pytest.raises(OSError, match="No space left"):
         (mounted / "block").write_bytes(bytes(2 * MIB))
+    await_dropped(mounted)
     return mounted.log.read_text()
 
 
@@ -379,9 +386,7 @@ def killed_writer(make: MakeMount) -> str:
     mounted = make()
     mounted.expect("its writer was killed")
     subprocess.run(["bash", "-c", f"exec 3> {mounted.point}/block; echo half >&3; kill -9 $$"], check=False)
-    # The kernel tells of the last close a little after the process is gone.
-    while not mounted.stats()["dropped"]:
-        pass
+    await_dropped(mounted)
     return mounted.log.read_text()
 
 

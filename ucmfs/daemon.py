@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import resource
 import select
 import signal
 import socket
@@ -52,6 +53,9 @@ def run(section: Section, mount_point: Path, options: frozenset[str], ready: Cal
 
     Raises ConfigError or MountError if it cannot start.
     """
+    # A descriptor per open block and per staging file: take what there is.
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     recent = RecentLog()
     logging.getLogger("ucmfs").addHandler(recent)
     try:

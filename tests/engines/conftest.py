@@ -11,9 +11,9 @@ import pytest
 
 @pytest.fixture(scope="session")
 def forkserver() -> multiprocessing.context.ForkServerContext:
-    """Starts processes from one that has torch, which takes seconds to import, and nothing of this process."""
+    """Starts processes from one that has imported what takes seconds to import, and has nothing of this process."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch"])
+    context.set_forkserver_preload(["torch", "pytest", "safetensors.numpy", "yaml"])
     return context
 
 

@@ -1,7 +1,7 @@
-"""A process that writes one file in the steps of a kind A writer, each when it is told to: `stepped_writer.py TMP FINAL`.
+"""A process that writes files in steps, each when it is told to.
 
-On standard input come bytes to write, as a line `write <hex digits> <count>`, or a bare `open`, `close` or `rename`. Each step
-is answered by a line: `0`, or the errno that it met.
+A step is a line on standard input: `open PATH` (truncates), `join PATH` (does not), `write HEX COUNT` (the bytes HEX, COUNT
+times), `close` or `rename OLD NEW`. Each is answered by a line: 0, or the errno that it met.
 """
 
 from __future__ import annotations
@@ -10,29 +10,28 @@ import os
 import sys
 
 
-def main(temporary: str, final: str) -> None:
+def main() -> None:
     fd = -1
     for line in sys.stdin:
         verb, *arguments = line.split()
         error = 0
         try:
             if verb == "open":
-                fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+                fd = os.open(arguments[0], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
             elif verb == "join":
-                fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+                fd = os.open(arguments[0], os.O_WRONLY | os.O_CREAT, 0o666)
             elif verb == "write":
-                pattern, count = arguments
-                data = bytes.fromhex(pattern) * int(count)
+                data = bytes.fromhex(arguments[0]) * int(arguments[1])
                 while data:
                     data = data[os.write(fd, data) :]
             elif verb == "close":
                 os.close(fd)
-            else:
-                os.replace(temporary, final)
+            elif verb == "rename":
+                os.replace(*arguments)
         except OSError as caught:
             error = caught.errno or -1
         print(error, flush=True)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

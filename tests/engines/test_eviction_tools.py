@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from concurrent.futures import Executor
-from pathlib import Path
 
-from tests.engines.clients import KIB, MIB, content, same_on_disk
+from tests.engines.clients import KIB, content, same_on_disk
+from tests.engines.processes import SteppedWriter
 from tests.mounted import Mounted
 
 BLOCK = 128 * KIB
@@ -94,27 +92,16 @@ def test_the_least_recently_used_goes_first(mnt: Mounted, engine: Callable[[], E
     same_on_disk(mnt, {name: content(name, BLOCK) for name in names[:4]})
 
 
-STEPPED_WRITER = Path(__file__).with_name("stepped_writer.py")
-
-
 def test_unlink_of_a_block_that_is_being_replaced(mnt: Mounted) -> None:
     path = mnt / "block"
     path.write_bytes(b"old")
-    with subprocess.Popen(
-        [sys.executable, STEPPED_WRITER, path, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
-    ) as writer:
-        assert writer.stdin is not None
-        assert writer.stdout is not None
-        print("open", file=writer.stdin)
-        assert writer.stdout.readline() == "0\n"
-        print(f"write 6e6577 {MIB}", file=writer.stdin)
-        assert writer.stdout.readline() == "0\n"
+    with SteppedWriter() as writer:
+        assert writer.step("open", path) == 0
+        assert writer.step("write", b"new".hex(), BLOCK) == 0
         assert path.read_bytes() == b"old"
         path.unlink()
         assert not path.exists()
-        print("close", file=writer.stdin)
-        assert writer.stdout.readline() == "0\n"
-        # The tool saw the old version and unlinked that.
-        assert path.read_bytes() == b"new" * MIB
-        writer.stdin.close()
-    same_on_disk(mnt, {"block": b"new" * MIB})
+        assert writer.step("close") == 0
+    # The tool saw the old version and unlinked that.
+    assert path.read_bytes() == b"new" * BLOCK
+    same_on_disk(mnt, {"block": b"new" * BLOCK})

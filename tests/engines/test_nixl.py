@@ -10,13 +10,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from typing import Any
 
-import pytest
-
-from tests.engines.clients import MIB, check_round_trip, content, page_aligned, same_on_disk
+from tests.engines.clients import MIB, check_round_trip, content, page_aligned
 from tests.mounted import Mounted
 
-BLOCK = MIB
-BLOCKS = 8
+BLOCK = MIB // 2
+BLOCKS = 12
 SLOTS = 4
 """Blocks in one file of a static pool."""
 
@@ -72,14 +70,21 @@ def dynamic_files(root: str, interface: str, direction: str) -> None:
     assert agent.memory == content("kv", BLOCKS * BLOCK)
 
 
-@pytest.mark.parametrize("interface", interfaces())
-def test_dynamic_files(mnt: Mounted, engine: Callable[[], Executor], interface: str) -> None:
-    root = str(mnt.point)
-    engine().submit(dynamic_files, root, interface, "WRITE").result()
+def test_dynamic_files(mnt: Mounted, engine: Callable[[], Executor]) -> None:
     data = content("kv", BLOCKS * BLOCK)
-    files = {f"{number:04x}.bin": data[number * BLOCK : (number + 1) * BLOCK] for number in range(BLOCKS)}
-    reader = engine()
-    check_round_trip(mnt, files, lambda: reader.submit(dynamic_files, root, interface, "READ").result())
+    writer, reader = engine(), engine()
+    files: dict[str, bytes] = {}
+    for interface in interfaces():
+        (mnt / interface).mkdir()
+        writer.submit(dynamic_files, str(mnt / interface), interface, "WRITE").result()
+        for number in range(BLOCKS):
+            files[f"{interface}/{number:04x}.bin"] = data[number * BLOCK : (number + 1) * BLOCK]
+
+    def load_all() -> None:
+        for interface in interfaces():
+            reader.submit(dynamic_files, str(mnt / interface), interface, "READ").result()
+
+    check_round_trip(mnt, files, load_all)
     # To be opened for writing and read is not to be changed.
     assert mnt.stats()["stages"][0]["dirty"] == 0
 
@@ -102,18 +107,26 @@ def static_pool(root: str, interface: str) -> None:
         os.close(fd)
 
 
-@pytest.mark.parametrize("interface", interfaces())
-def test_static_pool(mnt: Mounted, engine: Callable[[], Executor], interface: str) -> None:
-    engine().submit(static_pool, str(mnt.point), interface).result()
-    # What the last generation left: its slots were turned by two.
+def static_pool_content() -> list[bytearray]:
+    """What the last generation left, whose slots were turned by two."""
     places = [(file, offset) for offset in reversed(range(SLOTS)) for file in range(BLOCKS // SLOTS)]
     places = places[2:] + places[:2]
     pool = [bytearray(SLOTS * BLOCK) for _ in range(BLOCKS // SLOTS)]
     data = content(2, BLOCKS * BLOCK)
     for number, (file, offset) in enumerate(places):
         pool[file][offset * BLOCK : (offset + 1) * BLOCK] = data[number * BLOCK : (number + 1) * BLOCK]
-    files = {f"pool_{number}": bytes(found) for number, found in enumerate(pool)}
-    same_on_disk(mnt, files)
-    mnt.umount()
-    mnt.mount()
-    assert {name: (mnt / name).read_bytes() for name in files} == files
+    return pool
+
+
+def test_static_pool(mnt: Mounted, engine: Callable[[], Executor]) -> None:
+    writer = engine()
+    files: dict[str, bytes] = {}
+    for interface in interfaces():
+        (mnt / interface).mkdir()
+        writer.submit(static_pool, str(mnt / interface), interface).result()
+        files |= {f"{interface}/pool_{number}": bytes(pool) for number, pool in enumerate(static_pool_content())}
+
+    def load_all() -> None:
+        assert {name: (mnt / name).read_bytes() for name in files} == files
+
+    check_round_trip(mnt, files, load_all)

@@ -14,9 +14,9 @@ from concurrent.futures import Executor
 from tests.engines.clients import KIB, MIB, check_round_trip, content, page_aligned, same_on_disk
 from tests.mounted import Mounted
 
-SIZE = 8 * MIB
+SIZE = 6 * MIB
 PAGE = 4 * KIB
-ROUNDS = 80
+ROUNDS = 60
 METADATA = 4 * KIB
 
 
@@ -134,8 +134,9 @@ def test_lmcache_mappings(mnt: Mounted, engine: Callable[[], Executor]) -> None:
     writer, reader = engine(), engine()
     for seed in (1, 2):
         writer.submit(gds_save, path, seed).result()
-        files = {"chunk.kvcache.safetensors": content((seed, "metadata"), METADATA) + content(seed, SIZE)}
-        check_round_trip(mnt, files, lambda seed=seed: reader.submit(gds_load, path, seed).result())
+        reader.submit(gds_load, path, seed).result()
+    files = {"chunk.kvcache.safetensors": content((2, "metadata"), METADATA) + content(2, SIZE)}
+    check_round_trip(mnt, files, lambda: reader.submit(gds_load, path, 2).result())
 
 
 def write_through_a_mapping(path: str, seed: int) -> None:
@@ -172,5 +173,6 @@ def test_mappings_and_writes_of_one_file(mnt: Mounted, engine: Callable[[], Exec
     writer, reader = engine(), engine()
     for seed in (1, 2):
         writer.submit(write_through_a_mapping, path, seed).result()
-        files = {"pool": written_through_a_mapping(seed)}
-        check_round_trip(mnt, files, lambda seed=seed: reader.submit(read_through_a_mapping, path, seed).result())
+        reader.submit(read_through_a_mapping, path, seed).result()
+    files = {"pool": written_through_a_mapping(2)}
+    check_round_trip(mnt, files, lambda: reader.submit(read_through_a_mapping, path, 2).result())

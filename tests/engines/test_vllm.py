@@ -8,8 +8,6 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import cache
 from typing import Any
 
-import pytest
-
 from tests.engines.clients import KIB, bare_package, check_round_trip, content, page_aligned
 from tests.mounted import Mounted
 
@@ -64,13 +62,21 @@ def load(root: str, native: bool) -> None:
     assert kv_cache == content("kv", BLOCKS * BLOCK)
 
 
-@pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
-def test_blocks_are_stored_and_loaded(mnt: Mounted, engine: Callable[[], Executor], native: bool) -> None:
+def test_blocks_are_stored_and_loaded(mnt: Mounted, engine: Callable[[], Executor]) -> None:
     writer, reader = engine(), engine()
-    writer.submit(store, str(mnt.point), native).result()
     data = content("kv", BLOCKS * BLOCK)
-    files = {name: data[number * BLOCK : (number + 1) * BLOCK] for number, name in enumerate(block_names())}
-    check_round_trip(mnt, files, lambda: reader.submit(load, str(mnt.point), native).result())
+    files: dict[str, bytes] = {}
+    for native in (False, True):
+        (mnt / str(native)).mkdir()
+        writer.submit(store, str(mnt / str(native)), native).result()
+        for number, name in enumerate(block_names()):
+            files[f"{native}/{name}"] = data[number * BLOCK : (number + 1) * BLOCK]
+
+    def load_all() -> None:
+        for native in (False, True):
+            reader.submit(load, str(mnt / str(native)), native).result()
+
+    check_round_trip(mnt, files, load_all)
 
 
 def test_stores_and_loads_of_several_processes_at_once(mnt: Mounted, engine: Callable[[], Executor]) -> None:

@@ -19,6 +19,7 @@ from ucmfs.control import protocol
 from ucmfs.errors import (
     BlockBusy,
     BlockDenied,
+    BlockError,
     BlockNotFound,
     NotABlock,
     ProtocolError,
@@ -35,6 +36,8 @@ __all__ = ["Hooks", "flushed_result", "serve", "serve_listener"]
 log = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 512
+MAX_STAGINGS = 4096
+"""Staging files of one connection; each is a descriptor of the daemon."""
 T = TypeVar("T")
 
 
@@ -268,6 +271,10 @@ class _Session:
     async def _create(self, name: str, request: protocol.Create, fds: list[int]) -> int:
         if request.size < 0:
             raise ProtocolError("a negative size")
+        if len(self._stagings) >= MAX_STAGINGS:
+            raise from_os_error(
+                OSError(errno.EMFILE, f"over {MAX_STAGINGS} staging files; publish or discard some"), name
+            )
         self._allow_path(check_name(name), want_parent=2)
         mode = stat.S_IFREG | stat.S_IMODE(request.mode)
         owner = Attributes(0, 0, mode, self.peer.uid, self.peer.gid)
