@@ -25,6 +25,7 @@ __all__ = [
     "State",
     "check_name",
     "digest_of",
+    "looks_like_lock",
     "looks_temporary",
     "pages",
     "parent_of",
@@ -110,6 +111,12 @@ _TEMPORARY = re.compile(r"(?:\.tmp(?:\.[^/]*)?|(?:^|/)\.tmp[^/]*)$")
 def looks_temporary(name: str) -> bool:
     """Whether *name* is one that its writer will rename: such a block is not written back until then."""
     return _TEMPORARY.search(name) is not None
+
+
+def looks_like_lock(name: str) -> bool:
+    """Whether *name* is one that processes lock together: they must all have the same file open."""
+    last = name.rpartition("/")[2].lower()
+    return last == "lock" or last.endswith((".lock", ".lck"))
 
 
 def check_name(name: str) -> str:

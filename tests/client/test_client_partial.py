@@ -18,6 +18,7 @@ from ucm.client.plain import PlainBlocks
 from ucm.client.staged import StagedBlock, StagedBlocks, Written
 from ucm.client.tensors import row_of, write_row
 from ucm.store.pipeline.connector import UcmPipelineStore
+from ucm.store.ucmstore import Task
 from ucmfs.control import protocol
 from ucmfs.control.protocol import Fault, Reply, Request
 from ucmfs.errors import BlockError, TaskFailed
@@ -199,8 +200,10 @@ def test_a_complete_block_waits_for_its_last_writer(staged: StagedBlocks, tmp_pa
     assert first is second
     assert staged.leave([write(first, 0, b"abcd")]) == [None]
     assert "b" not in files_of(tmp_path)
-    assert staged.leave([write(second, 0, b"AB")]) == [None]
-    assert files_of(tmp_path) == {"b": b"ABcd"}
+    third = enter(staged, "b")
+    assert third is second
+    assert staged.leave([write(second, 0, b"AB"), write(third, 3, b"D")]) == [None, None]
+    assert files_of(tmp_path) == {"b": b"ABcD"}
 
 
 @pytest.mark.parametrize("failed_last", [False, True])
@@ -271,11 +274,21 @@ def test_no_room_for_some_rows_fails_those(daemon: FaultyDaemon) -> None:
 
 def test_two_dumps_of_whole_blocks_do_not_mix(daemon: FaultyDaemon) -> None:
     """Without block_size each dump has a staging file of its own, also under one name at the same time."""
+    both, tasks = threading.Event(), list[Task]()
+
+    def overlap(request: Request) -> None:
+        if not isinstance(request, protocol.Create):
+            return
+        if daemon.count(protocol.Create) == 1:
+            tasks.append(store.dump([BLOCK], [0], [b"longer"]))
+            both.wait(timeout=5)  # so that dumps that wrongly share one file fail the test instead of hanging it
+        else:
+            both.set()
+
+    daemon.fail = overlap
     with UcmPipelineStore({"mount_point": str(daemon.root)}) as store:
-        rows = [bytes([n]) * (2 << 20) for n in range(8)]
-        tasks = [store.dump([BLOCK], [0], [row]) for row in rows]
-        for task in tasks:
-            store.wait(task)
-        back = bytearray(2 << 20)
-        store.wait(store.load([BLOCK], [0], [back]))
-        assert back in rows
+        store.wait(store.dump([BLOCK], [0], [b"four"]))
+        store.wait(tasks[0])
+        assert store.lookup([BLOCK]) == [True]
+    assert daemon.count(protocol.Create) == 2
+    assert list(files_of(daemon.root).values()) in ([b"four"], [b"longer"])

@@ -126,8 +126,9 @@ def test_empty_requests_are_done_at_once(store: UcmPipelineStore) -> None:
     store.prefetch([])
 
 
-def test_requests_larger_than_a_packet(store: UcmPipelineStore) -> None:
+def test_requests_larger_than_a_packet(open_store: Callable[..., UcmPipelineStore]) -> None:
     """More names than a request may have, and longer ones than a socket sends at once."""
+    store = open_store(data_dir_shard_bytes=8)
     blocks = [hashlib.sha512(str(n).encode()).digest() + bytes(36) for n in range(2500)]
     store.wait(store.dump(blocks, [0] * len(blocks), [block[:8] for block in blocks]))
     assert store.lookup_on_prefix(blocks) == len(blocks) - 1
@@ -280,7 +281,6 @@ def test_a_working_set_larger_than_the_cache(tmp_path: Path, cache_dir: Path) ->
         "cache_dir": str(cache_dir),
         "block_size": 65536,
         "buffer_number": 16,
-        "write_back_deadline": 1.0,
     }
     with UcmPipelineStore(config) as store:
         store.wait(store.dump(blocks, [0] * 64, rows))

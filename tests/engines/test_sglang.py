@@ -148,6 +148,4 @@ def test_3fs_file(mnt: Mounted, engine: Callable[[], Executor]) -> None:
     for seed in (1, 2):
         writer.submit(write_pages, path, seed, below).result()
         reader.submit(read_pages, path, seed).result()
-    check_round_trip(
-        mnt, {"3fs/hicache.data": file_content(2)}, lambda: reader.submit(read_pages, path, 2).result()
-    )
+    check_round_trip(mnt, {"3fs/hicache.data": file_content(2)}, lambda: reader.submit(read_pages, path, 2).result())

@@ -137,16 +137,16 @@ def test_a_child_that_inherits_the_file_may_finish_it(mnt: Mounted) -> None:
     """The opener is gone and reaped; its child closes in peace."""
     script = """
 import os, sys, signal
-r, w = os.pipe()
 fd = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT)
 os.write(fd, b"first ")
+parent = os.getpid()
 if os.fork() == 0:
-    os.close(w)
-    os.read(r, 1)  # until the parent is gone
+    while os.getppid() == parent:  # it has another parent once the first has closed all its files
+        pass
     os.write(fd, b"second")
     os.close(fd)
     os._exit(0)
-os.kill(os.getpid(), signal.SIGKILL)
+os.kill(parent, signal.SIGKILL)
 """
     writer = subprocess.Popen([sys.executable, "-c", script, str(mnt / "block")], stdout=subprocess.PIPE)
     assert writer.stdout is not None

@@ -13,7 +13,7 @@ import trio
 import trio.testing
 
 from tests.pipeline.faulty import Faulty, flip_a_byte
-from ucmfs.block import Changes, check_name
+from ucmfs.block import Changes, check_name, looks_like_lock, looks_temporary
 from ucmfs.config import PipelineOptions
 from ucmfs.errors import BlockBusy, BlockCorrupt, BlockNotFound, InvalidName, StageError, StageFull, StageTimeout
 from ucmfs.pipeline.eviction import Lru
@@ -475,3 +475,23 @@ def test_what_does_not_fit_is_read_where_it_is_not_cached(make_rig: Callable[...
         assert rig.cache.used == 0
 
     rig.run(test)
+
+
+@pytest.mark.parametrize("name", ["x.lock", "d/LOCK", "lock", "a.lck"])
+def test_names_that_look_like_locks(name: str) -> None:
+    assert looks_like_lock(name)
+
+
+@pytest.mark.parametrize("name", ["block", "d/block", "lock/x", "x.locked", "xlock"])
+def test_names_that_only_end_like_locks(name: str) -> None:
+    assert not looks_like_lock(name)
+
+
+@pytest.mark.parametrize("name", ["k.tmp", "d/.tmpAb3x9Q", ".tmp", "k.tmp.1234", "k_9f3a.tmp", ".1f-2e.tmp"])
+def test_names_that_look_temporary(name: str) -> None:
+    assert looks_temporary(name)
+
+
+@pytest.mark.parametrize("name", ["k", "tmp", "k.tmpx", ".tmp/x", "x.tmp.d/y", "template", "a.tmp/b"])
+def test_names_that_only_remind_of_temporary_ones(name: str) -> None:
+    assert not looks_temporary(name)

@@ -19,7 +19,6 @@ from ucmfs.control import protocol
 from ucmfs.errors import (
     BlockBusy,
     BlockDenied,
-    BlockError,
     BlockNotFound,
     NotABlock,
     ProtocolError,

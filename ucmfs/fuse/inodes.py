@@ -43,10 +43,6 @@ class Writing:
         self.flushed = False
         self.settled = trio.Event()
 
-    @property
-    def has_data(self) -> bool:
-        return self.staging.attributes().size > 0
-
     def written(self, start: int, end: int) -> None:
         """A write succeeded: it mends what failed inside of it."""
         self.flushed = False
@@ -129,7 +125,7 @@ class Inodes:
         inode = self._by_name.get(name)
         if inode is not None:
             same_kind = inode.is_directory == attributes.is_directory
-            if same_kind and (inode.is_directory or inode.writing or inode.attributes.version == attributes.version):
+            if same_kind and (inode.is_directory or inode.attributes.version == attributes.version):
                 inode.attributes = attributes
                 return inode
             self.detach(inode)
@@ -174,8 +170,10 @@ class Inodes:
         return inode
 
     def start_in_place(self, inode: Inode, writing: Writing) -> None:
-        """*inode* itself is changed from now on."""
+        """*inode* itself is changed from now on; who does not change it finds the published version on another."""
         inode.writing = writing
+        if self._by_name.get(inode.name) is inode:
+            del self._by_name[inode.name]
         if not inode.orphan:
             self._writings.setdefault(inode.name, []).append(inode)
 

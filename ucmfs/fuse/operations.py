@@ -4,9 +4,10 @@ What the mount promises to those who write, beyond POSIX:
 
 - A file being written at a final name is seen by the processes that write it and their children. For everybody
   else the name is what it was before, until the last writable close publishes it whole.
-- open(O_TRUNC) of a file that others have open never touches their bytes: the opener is told to look again (ESTALE,
-  which the kernel does by itself) and finds an inode of its own.
-- Writing to a published block without O_TRUNC changes a copy, which replaces the block at the last writable close.
+- open(O_TRUNC) begins a version of the opener's own and never touches the bytes of others: the opener is told to look
+  again (ESTALE, which the kernel does by itself) and finds an inode of its own. Locks (`*.lock`) are shared instead.
+- Writing to a published block without O_TRUNC changes a copy, which replaces the block at the last writable close. Who
+  opens it for writing meanwhile changes the same copy.
 - A file whose last writable close comes from a process that a signal ends is dropped, and so is one that has a hole
   where a write got an error.
 """
@@ -24,7 +25,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import pyfuse3
 import trio
 
-from ucmfs.block import OWN_XATTRS, Attributes, Changes, check_name, looks_temporary
+from ucmfs.block import OWN_XATTRS, Attributes, Changes, check_name, looks_like_lock, looks_temporary
 from ucmfs.errors import BlockExists, BlockNotFound, UcmfsError
 from ucmfs.fuse.inodes import Inode, Inodes, Writing
 from ucmfs.fuse.process import being_killed, lineage, process_of
@@ -143,8 +144,8 @@ class Operations(pyfuse3.Operations):
         if attributes is not None:
             return self.inodes.bind(path, attributes)
         others = self.inodes.written(path)
-        if others and looks_temporary(path):
-            # Nobody takes it for a block, and who shares a temporary name has to find it.
+        if others and (looks_temporary(path) or looks_like_lock(path)):
+            # Nobody takes it for a block, and who shares it has to find it.
             return others[-1]
         raise BlockNotFound(path)
 
@@ -426,8 +427,8 @@ class Operations(pyfuse3.Operations):
         others = self.inodes.written(path)
         if flags & os.O_EXCL and (others or self.pipeline.peek(path) is not None):
             raise pyfuse3.FUSEError(errno.EEXIST)
-        if others and not (flags & os.O_TRUNC and _written(others[-1])):
-            # A lock file, or a pool that several processes share: one file for all of them.
+        if others and (not flags & os.O_TRUNC or looks_like_lock(path)):
+            # A pool that several processes share, or a lock: one file for all of them.
             inode = others[-1]
             assert inode.writing is not None
             inode.writing.openers.add(opener)
@@ -472,11 +473,33 @@ class Operations(pyfuse3.Operations):
         if flags & os.O_TRUNC:
             await self._open_truncated(inode, opener or process_of(ctx.pid))
         elif inode.writing is None:
+            if writable:
+                self._join_in_place(inode, opener)
             await self._open_published(inode)
+        elif not writable and not self._is_shown(inode, ctx.pid):
+            # The kernel remembers the name from before it was changed: the published version is another inode now.
+            raise pyfuse3.FUSEError(errno.ESTALE)
         if inode.writing is not None and writable:
             inode.writing.openers.add(opener)
         fh = self.inodes.open_handle(inode, opener=opener, writable=writable)
         return pyfuse3.FileInfo(fh=fh, keep_cache=inode.writing is None)
+
+    def _join_in_place(self, inode: Inode, opener: int) -> None:
+        """Who opens a published block to change it joins who is changing it: one file, as in a shared pool."""
+        for other in self.inodes.written(inode.name):
+            if other.writing is not None and other.writing.in_place:
+                other.writing.openers.add(opener)
+                raise pyfuse3.FUSEError(errno.ESTALE)
+
+    def _is_shown(self, inode: Inode, pid: int) -> bool:
+        """Whether thread *pid* may see what is being written to *inode*."""
+        writing = inode.writing
+        if writing is None:
+            return True
+        if not writing.in_place and (looks_temporary(inode.name) or looks_like_lock(inode.name)):
+            return True
+        family = set(lineage(pid))
+        return not family or not family.isdisjoint(writing.openers)
 
     async def _open_published(self, inode: Inode) -> None:
         async with inode.locked():
@@ -493,7 +516,7 @@ class Operations(pyfuse3.Operations):
     async def _open_truncated(self, inode: Inode, opener: int) -> None:
         """Begin a new version for *opener*: on its own inode if that is what this is, else by looking again."""
         writing = inode.writing
-        if writing is not None and (writing.openers == {opener} or not writing.has_data):
+        if writing is not None and (writing.openers == {opener} or looks_like_lock(inode.name)):
             os.ftruncate(writing.staging.fd, 0)
             writing.staging.settle()
             writing.failed.clear()
@@ -753,10 +776,6 @@ class Operations(pyfuse3.Operations):
                 inode.file.close()
                 inode.file = None
         self.inodes.handles.clear()
-
-
-def _written(inode: Inode) -> bool:
-    return inode.writing is not None and inode.writing.has_data
 
 
 def entry_attributes(number: int, attributes: Attributes, ttl: float) -> pyfuse3.EntryAttributes:
