@@ -95,18 +95,19 @@ def resolve(mount_point: str | os.PathLike[str]) -> Path:
 
 
 def _stat_error(path: Path) -> OSError | None:
-    """Why stat of *path* fails, None if it works. A mount that hangs gives TimeoutError."""
+    """Why statvfs of *path* fails, None if it works. A mount that hangs gives TimeoutError."""
     result: list[OSError | None] = [TimeoutError(errno.ETIMEDOUT, f"no answer within {ANSWER_TIMEOUT:g} s")]
 
     def call() -> None:
         try:
-            os.stat(path)
+            # Not stat: the kernel may answer that by itself for a while after the daemon died.
+            os.statvfs(path)
         except OSError as error:
             result[0] = error
         else:
             result[0] = None
 
-    # Nothing but the mount's end can interrupt a stat that hangs, so it may not be this thread that waits.
+    # Nothing but the mount's end can interrupt a call that hangs, so it may not be this thread that waits.
     thread = threading.Thread(target=call, daemon=True)
     thread.start()
     thread.join(ANSWER_TIMEOUT)

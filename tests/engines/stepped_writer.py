@@ -1,7 +1,7 @@
 """A process that writes files in steps, each when it is told to.
 
-A step is a line on standard input: `open PATH` (truncates), `join PATH` (does not), `write HEX COUNT` (the bytes HEX, COUNT
-times), `close` or `rename OLD NEW`. Each is answered by a line: 0, or the errno that it met.
+A step is a line on standard input: `open PATH` (truncates), `join PATH` (does not), `write HEX COUNT` (the bytes HEX,
+COUNT times), `close` or `rename OLD NEW`. Each is answered by a line: 0, or the errno that it met.
 """
 
 from __future__ import annotations

@@ -78,17 +78,18 @@ def test_a_tool_beside_a_writer(mnt: Mounted, engine: Callable[[], Executor]) ->
 def test_the_least_recently_used_goes_first(mnt: Mounted, engine: Callable[[], Executor]) -> None:
     root = str(mnt.point)
     names = [f"{number:02}" for number in range(12)]
-    engine().submit(store, root, names).result()
+    tool = engine()
+    tool.submit(store, root, names).result()
     mnt.flush()
     for age, name in enumerate(names):
         # Engines mark a hit by the time of access alone.
         found = (mnt / name).stat()
         os.utime(mnt / name, ns=(found.st_atime_ns - age * NS, found.st_mtime_ns))
-    assert engine().submit(by_atime, root, 8).result() == [*reversed(names[8:])]
+    assert tool.submit(by_atime, root, 8).result() == [*reversed(names[8:])]
     mnt.umount()
     mnt.mount()
     # The times of access outlive the mount.
-    assert engine().submit(by_atime, root, 4).result() == [*reversed(names[4:8])]
+    assert tool.submit(by_atime, root, 4).result() == [*reversed(names[4:8])]
     same_on_disk(mnt, {name: content(name, BLOCK) for name in names[:4]})
 
 

@@ -1,4 +1,4 @@
-"""LMCache: its `fs` adapter and native `fs` client (kind A, one temporary name for all processes), its local disk (kind B)."""
+"""LMCache: `fs` adapter and native `fs` client (kind A, one temporary name for all processes), local disk (kind B)."""
 
 from __future__ import annotations
 
@@ -127,8 +127,8 @@ def native_load(root: str, direct: bool) -> None:
     assert into == chunks("kv", direct)
 
 
-# lmcache 0.5.6, lmcache/v1/storage_backend/local_disk_backend.py, LocalDiskBackend.write_file and read_file: the class itself
-# wants an allocator, a configuration and a controller.
+# The calls of LocalDiskBackend.write_file and read_file, lmcache 0.5.6, v1/storage_backend/local_disk_backend.py:
+# the class itself wants an allocator, a configuration and a controller.
 
 
 def local_disk_store(root: str, direct: bool) -> bool:

@@ -1,4 +1,4 @@
-"""NIXL's POSIX backend (kinds B and C): O_DIRECT files and pools, read and written by the kernel's asynchronous interfaces."""
+"""NIXL's POSIX backend (kinds B and C): O_DIRECT files and pools, by each of the kernel's asynchronous interfaces."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ METADATA = 4 * KIB
 
 
 def random_access(fd: int, model: bytearray, seed: int, *, aligned: bool) -> None:
-    """Write and read back at random, *model* along with *fd*; O_DIRECT on the descriptor asks for *aligned* on disks."""
+    """Write and read *fd* at random, and *model* along with it; *aligned* is what disks ask for with O_DIRECT."""
     chance = random.Random(seed)
     unit = PAGE if aligned else 1
     for number in range(ROUNDS):
@@ -41,7 +41,7 @@ def read_whole(fd: int) -> bytes:
     return b"".join(os.pread(fd, MIB, offset) for offset in range(0, os.fstat(fd).st_size, MIB))
 
 
-# Dynamo's KVBM is a part of a server; these are its calls: lib/llm/src/block_manager/storage/disk.rs of Dynamo 1.x, DiskStorage.
+# KVBM is a part of a server in Rust; these are the calls of Dynamo 1.x, lib/llm/src/block_manager/storage/disk.rs.
 
 
 def kvbm_pool(root: str) -> None:
@@ -100,8 +100,8 @@ def test_kvbm_file_that_outlives_its_process(mnt: Mounted, engine: Callable[[], 
     same_on_disk(mnt, {"remote/block": model})
 
 
-# lmcache 0.5.6, lmcache/v1/storage_backend/gds_backend.py, _save_gds and _load_gds: what it does where there is no GDS, but
-# for the copy, which is the GPU's.
+# The calls of _save_gds and _load_gds, lmcache 0.5.6, v1/storage_backend/gds_backend.py, where there is no GDS. The copy in
+# between is the GPU's.
 
 
 def gds_save(path: str, seed: int) -> None:

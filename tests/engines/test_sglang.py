@@ -1,4 +1,4 @@
-"""SGLang: HiCacheFile (kind A: `.<uuid>.tmp`, numpy's tofile, rename; evicts by unlink) and the mock of 3FS (kind C)."""
+"""SGLang: HiCacheFile (kind A: `.<uuid>.tmp`, tofile, rename; evicts by unlink) and its mock of 3FS (kind C)."""
 
 from __future__ import annotations
 

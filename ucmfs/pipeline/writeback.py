@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 from collections.abc import Iterable, Sequence
 
 import msgspec
@@ -15,7 +14,7 @@ from ucmfs.errors import StageError, UcmfsError
 from ucmfs.pipeline.names import KnownBelow, NameLocks
 from ucmfs.stages.base import Publication, Stage
 from ucmfs.stages.cache import Cache, Cached, OpenBlock
-from ucmfs.stages.local import read_xattrs
+from ucmfs.stages.local import read_xattrs, write_xattrs
 from ucmfs.telemetry import Counters
 
 __all__ = ["Flushed", "WriteBack"]
@@ -226,7 +225,7 @@ class WriteBack:
         xattrs = read_xattrs(source.fd)
         if DIGEST_XATTR not in xattrs:
             digest = digest_of(source.fd, attributes.size).encode()
-            os.setxattr(source.fd, DIGEST_XATTR, digest)
+            write_xattrs(source.fd, {DIGEST_XATTR: digest})
             xattrs[DIGEST_XATTR] = digest
         xattrs = {key: value for key, value in xattrs.items() if key == DIGEST_XATTR or not key.startswith(OWN_XATTRS)}
         return Publication(name, source.fd, msgspec.structs.replace(attributes, xattrs=xattrs))

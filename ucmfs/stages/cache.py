@@ -325,7 +325,7 @@ class Cache(Stage):
             block.pinned, block.below = old.pinned, old.below
             self._retire(old, keep_path=old.dirty == dirty)
         if block.pinned:
-            os.setxattr(staging.fd, PIN_XATTR, b"1")
+            write_xattrs(staging.fd, {PIN_XATTR: b"1"})
         os.rename(staging.path, self._path(block))
         self._admit(block)
         return block
@@ -466,10 +466,8 @@ class Cache(Stage):
 
     def set_pinned(self, block: Cached, on: bool) -> None:
         """Keep *block* from eviction, or let it go."""
-        if on:
-            os.setxattr(self._path(block), PIN_XATTR, b"1")
-        elif block.pinned:
-            os.removexattr(self._path(block), PIN_XATTR)
+        if on != block.pinned:
+            write_xattrs(self._path(block), {PIN_XATTR: b"1" if on else None})
         block.pinned = on
         self._shelve(block)
 
