@@ -103,7 +103,8 @@ def _stat_error(path: Path) -> OSError | None:
             # Not stat: the kernel may answer that by itself for a while after the daemon died.
             os.statvfs(path)
         except OSError as error:
-            result[0] = error
+            # ENOSYS is an answer too: a file system without statfs.
+            result[0] = None if error.errno == errno.ENOSYS else error
         else:
             result[0] = None
 

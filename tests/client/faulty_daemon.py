@@ -29,17 +29,19 @@ class Drop(Exception):
 class FaultyDaemon:
     """Serves `<root>/.ucmfs/sock`; the blocks are the files below *root*, as a mount shows them.
 
-    `fail` is asked about every request but Hello. `room` is the number of staging files that may exist at once.
+    `fail` is asked about every request but Hello. `room` is the number of staging files that may exist at once, and
+    `patience` the seconds that a request waits for one to go.
     """
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self.fail: Fail = lambda request: None
         self.room = 1 << 30
+        self.patience = 0.0
         self.stagings: dict[int, tuple[str, str]] = {}
         self.requests: list[Request] = []
         self._number = 0
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
         self._connections: set[socket.socket] = set()
         self._threads: list[threading.Thread] = []
         (root / ".ucmfs").mkdir(parents=True, exist_ok=True)
@@ -108,6 +110,7 @@ class FaultyDaemon:
                 self._connections.discard(connection)
                 for number in own:
                     os.unlink(self.stagings.pop(number)[1])
+                self._lock.notify_all()
 
     def _answer(self, request: Request, own: dict[int, tuple[str, str]], fds: list[int]) -> Reply:
         if isinstance(request, protocol.Hello):
@@ -147,6 +150,7 @@ class FaultyDaemon:
             case protocol.Discard():
                 with self._lock:
                     os.unlink(self.stagings.pop(item)[1])
+                    self._lock.notify_all()
                 del own[item]
                 return None
             case protocol.Prefetch():
@@ -155,7 +159,7 @@ class FaultyDaemon:
 
     def _create(self, name: str, own: dict[int, tuple[str, str]], fds: list[int]) -> int:
         with self._lock:
-            if len(self.stagings) >= self.room:
+            if not self._lock.wait_for(lambda: len(self.stagings) < self.room, 0 if fds else self.patience):
                 raise OSError(errno.ENOSPC, "no room")
             self._number += 1
             number = self._number
@@ -179,6 +183,7 @@ class FaultyDaemon:
         os.rename(path, self.root / name)
         with self._lock:
             del self.stagings[number]
+            self._lock.notify_all()
         del own[number]
 
 

@@ -257,6 +257,21 @@ def test_only_rows_that_found_no_room_are_tried_again(daemon: FaultyDaemon) -> N
         assert failed.value.errno == 28
 
 
+def test_what_waits_for_room_does_not_keep_others_from_making_it(daemon: FaultyDaemon) -> None:
+    """Publishing goes over the connection that created: nothing may wait for room on that one meanwhile."""
+    daemon.room, daemon.patience = 2, 5.0
+    one, two, three = b"one", b"two", b"three"
+    waiting = threading.Event()
+    with UcmPipelineStore({"mount_point": str(daemon.root), "block_size": 8}) as store:
+        store.wait(store.dump([one, two], [0, 0], [b"1234", b"1234"]))
+        daemon.fail = lambda request: waiting.set() if isinstance(request, protocol.Create) else None
+        late = store.dump([three], [0], [b"12345678"])
+        waiting.wait()
+        store.wait(store.dump([one], [4], [b"5678"]))
+        store.wait(late)
+        assert store.lookup([one, two, three]) == [True, False, True]
+
+
 def test_no_room_for_some_rows_fails_those(daemon: FaultyDaemon) -> None:
     def only_three(request: Request) -> Reply | None:
         if isinstance(request, protocol.Create) and request.names[0].endswith("03"):

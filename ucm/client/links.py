@@ -7,43 +7,70 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from ucm.client.blocks import close_all
 from ucmfs.control.connection import Connection
-from ucmfs.control.protocol import Reply, Request
+from ucmfs.control.protocol import Create, Discard, Open, Publish, Reply, Request
 from ucmfs.errors import MountError, ProtocolError, StoreClosed, UcmfsError
 
 __all__ = ["Link", "Links"]
 
 
 class Link:
-    """One connection. `broken` once it cannot be used any more; the staging files it made are gone then."""
+    """One connection, and the staging files that live and die with it. Used by one thread at a time."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self.busy = True
-        self.wanted = 0  # threads that wait for this very link
+        self.wanted = 0
+        """Threads that wait for this very link."""
         self.used = False
         self.broken = False
+        """Cannot be used any more; its staging files are gone."""
+        self.stagings: set[int] = set()
 
     def exchange(self, request: Request) -> tuple[Reply, list[int]]:
-        """Like Connection.exchange. The caller holds the link."""
+        """Like Connection.exchange, for the thread that holds the link. Also checks that the reply fits *request*."""
         self.used = True
         try:
-            return self._connection.exchange(request)
+            reply, fds = self._connection.exchange(request)
+            self._check(request, reply, fds)
         except UcmfsError as error:
             self.broken = isinstance(error, MountError | ProtocolError)
             raise
         except BaseException:
             self.broken = True  # interrupted between request and reply: the next reply would be the wrong one
             raise
+        finally:
+            if isinstance(request, Discard):
+                self.stagings.difference_update(request.stagings)
+        if isinstance(request, Create):
+            self.stagings.update(number for number in reply.rows if number is not None)
+        elif isinstance(request, Publish):
+            self.stagings.difference_update(
+                number for row, number in enumerate(request.stagings) if row not in reply.faults
+            )
+        return reply, fds
 
     def close(self) -> None:
         self._connection.close()
+
+    @staticmethod
+    def _check(request: Request, reply: Reply, fds: list[int]) -> None:
+        rows = len(getattr(request, "names", None) or getattr(request, "stagings", ()))
+        expected = rows - len(reply.faults) if isinstance(request, Create | Open) else 0
+        if len(reply.rows) != rows or len(fds) != expected:
+            close_all(fds)
+            raise ProtocolError(
+                f"a reply of the daemon has {len(reply.rows)} rows and {len(fds)} descriptors instead of {rows} "
+                f"and {expected}; do client and daemon differ in version?"
+            )
 
 
 class Links:
     """A bounded pool of links, made by *dial* when none is idle.
 
-    Staging files live and die with the link that made them, so a link can also be asked for by itself.
+    A link with staging files is kept for what ends them, publish and discard, which never wait. Any other request may
+    wait in the daemon for room, and the room may be just what these staging files occupy.
     """
 
     def __init__(self, dial: Callable[[], Connection], limit: int) -> None:
@@ -96,13 +123,15 @@ class Links:
             while True:
                 if self._closed:
                     raise StoreClosed
-                for link in self._links:
-                    # Who can use any link leaves a wanted one alone, or would always be there first.
-                    if not link.busy and not link.wanted:
-                        link.busy = True
-                        return link
-                if self._count < self._limit:
+                # Who can use any link leaves a wanted one alone, or would always be there first.
+                idle = [link for link in self._links if not link.busy and not link.wanted]
+                free = [link for link in idle if not link.stagings]
+                if not free and self._count < self._limit:
                     break
+                if idle:
+                    link = (free or idle)[0]
+                    link.busy = True
+                    return link
                 self._changed.wait()
             self._count += 1
         try:

@@ -20,7 +20,8 @@ __all__ = ["SocketBlocks", "connect"]
 
 log = logging.getLogger(__name__)
 
-_LINKS = 16
+_LINKS = 64
+"""As many as threads use at once, and one for each batch of blocks that are incomplete."""
 _MAX_NAME_BYTES = 64 << 10
 """Bytes of names in a request. A socket sends at most its buffer (208 KiB by default) in one packet, and the
 reply may name every block again."""
@@ -60,19 +61,19 @@ class SocketBlocks(Blocks):
 
     def ping(self) -> None:
         """Raises what *dial* raises if nobody answers."""
-        self._exchange(protocol.Lookup([]), 0)
+        self._links.exchange(protocol.Lookup([]))
 
     def lookup(self, names: Sequence[str]) -> list[int | None]:
         sizes: list[int | None] = []
         for chunk in _chunks(names, protocol.MAX_NAMES):
-            sizes += self._exchange(protocol.Lookup(chunk), len(chunk))[1].rows
+            sizes += self._links.exchange(protocol.Lookup(chunk))[1].rows
         return sizes
 
     def open(self, names: Sequence[str]) -> list[int | UcmfsError]:
         opened: list[int | UcmfsError] = []
         try:
             for chunk in _chunks(names, protocol.MAX_FDS):
-                _, reply, fds = self._exchange(protocol.Open(chunk), len(chunk), descriptors=True)
+                _, reply, fds = self._links.exchange(protocol.Open(chunk))
                 errors, descriptors = row_errors(chunk, reply), iter(fds)
                 opened += [errors[row] if row in errors else next(descriptors) for row in range(len(chunk))]
         except BaseException:
@@ -84,7 +85,7 @@ class SocketBlocks(Blocks):
         created: list[Staging | UcmfsError] = []
         try:
             for chunk in _chunks(names, protocol.MAX_FDS):
-                link, reply, fds = self._exchange(protocol.Create(chunk, size), len(chunk), descriptors=True)
+                link, reply, fds = self._links.exchange(protocol.Create(chunk, size))
                 errors, descriptors = row_errors(chunk, reply), iter(fds)
                 created += [
                     errors[row] if row in errors else Staging(name, next(descriptors), (link, reply.rows[row]))
@@ -127,28 +128,14 @@ class SocketBlocks(Blocks):
 
     def prefetch(self, names: Sequence[str]) -> None:
         for chunk in _chunks(names, protocol.MAX_NAMES):
-            self._exchange(protocol.Prefetch(chunk), len(chunk))
+            self._links.exchange(protocol.Prefetch(chunk))
 
     def stats(self) -> dict[str, Any]:
-        result = self._exchange(protocol.Stats(), 0)[1].result
+        result = self._links.exchange(protocol.Stats())[1].result
         return result if isinstance(result, dict) else {}
 
     def close(self) -> None:
         self._links.close()
-
-    def _exchange(
-        self, request: protocol.Request, rows: int, *, descriptors: bool = False
-    ) -> tuple[Link, protocol.Reply, list[int]]:
-        """Send *request*. The reply must have *rows* rows and, with *descriptors*, one for each without a fault."""
-        link, reply, fds = self._links.exchange(request)
-        expected = rows - len(reply.faults) if descriptors else 0
-        if len(reply.rows) != rows or len(fds) != expected:
-            close_all(fds)
-            raise ProtocolError(
-                f"a reply of the daemon has {len(reply.rows)} rows and {len(fds)} descriptors instead of {rows} "
-                f"and {expected}; do client and daemon differ in version?"
-            )
-        return link, reply, fds
 
 
 def _publish(link: Link, stagings: Sequence[Staging]) -> dict[int, UcmfsError]:

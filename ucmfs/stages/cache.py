@@ -272,7 +272,7 @@ class Cache(Stage):
                         directories.append(entry.path)
                     elif entry.is_file(follow_symlinks=False):
                         found = entry.stat(follow_symlinks=False)
-                        pinned = PIN_XATTR in os.listxattr(entry.path)
+                        pinned = PIN_XATTR in read_xattrs(entry.path)
                         name = entry.path[len(tree) + 1 :]
                         yield Cached(name, Attributes.of(found), found.st_blocks * 512, dirty=dirty, pinned=pinned)
 
