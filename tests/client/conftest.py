@@ -10,8 +10,8 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
-from faulty_daemon import FaultyDaemon, files_of
 
+from tests.client.faulty_daemon import FaultyDaemon, files_of
 from ucm.store.pipeline.connector import UcmPipelineStore
 
 

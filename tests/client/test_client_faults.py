@@ -11,11 +11,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from faulty_daemon import Drop, FaultyDaemon, files_of
 
+from tests.client.faulty_daemon import Drop, FaultyDaemon, files_of
 from ucm.client.links import Links
 from ucm.client.mounted import SocketBlocks, connect
 from ucm.client.plain import PlainBlocks
+from ucm.client.requests import BlockRows
+from ucm.client.tasks import Workers
+from ucm.client.tensors import row_of
 from ucm.store.pipeline.connector import UcmPipelineStore
 from ucmfs.control import protocol
 from ucmfs.control.connection import Connection
@@ -285,6 +288,46 @@ def test_who_waits_for_a_link_gets_it_before_those_who_take_any(daemon: FaultyDa
     done.set()
     waiter.join()
     links.close()
+
+
+def test_a_link_that_was_interrupted_is_not_used_again(daemon: FaultyDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its reply is still to come, and would be taken for the answer to the next request."""
+    dialled: list[Connection] = []
+
+    def dial() -> Connection:
+        dialled.append(Connection.to_mount(daemon.root))
+        return dialled[-1]
+
+    def interrupt(request: Request) -> None:
+        raise KeyboardInterrupt
+
+    with SocketBlocks(dial) as blocks:
+        blocks.lookup(["a"])
+        monkeypatch.setattr(dialled[0], "exchange", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            blocks.lookup(["a"])
+        assert blocks.lookup(["a"]) == [None]
+    assert len(dialled) == 2
+
+
+def test_work_that_comes_after_close_fails() -> None:
+    workers = Workers(1)
+    workers.close()
+    rows = [row_of(0, 0, b"x", writable=False)]
+    with pytest.raises(TaskFailed, match="row 0: the/block: the store is closed"):
+        workers.start([BlockRows("the/block", rows)], lambda blocks: {}).result()
+
+
+def test_an_unexpected_error_ends_the_task(caplog: pytest.LogCaptureFixture) -> None:
+    def broken(blocks: object) -> dict[int, UcmfsError]:
+        raise ZeroDivisionError("oops")
+
+    workers = Workers(1)
+    rows = [row_of(0, 0, b"x", writable=False)]
+    with pytest.raises(TaskFailed, match="row 0: the/block: unexpected ZeroDivisionError: oops"):
+        workers.start([BlockRows("the/block", rows)], broken).result()
+    assert "unexpected error" in caplog.text
+    workers.close()
 
 
 def test_a_closed_client_says_so(daemon: FaultyDaemon) -> None:

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from faulty_daemon import FaultyDaemon, files_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.client.faulty_daemon import FaultyDaemon, files_of
 from ucm.client.plain import PlainBlocks
 from ucm.client.staged import StagedBlock, StagedBlocks, Written
 from ucm.client.tensors import row_of, write_row
@@ -290,20 +290,20 @@ def test_no_room_for_some_rows_fails_those(daemon: FaultyDaemon) -> None:
 def test_two_dumps_of_whole_blocks_do_not_mix(daemon: FaultyDaemon) -> None:
     """Without block_size each dump has a staging file of its own, also under one name at the same time."""
     both, tasks = threading.Event(), list[Task]()
+    with UcmPipelineStore({"mount_point": str(daemon.root)}) as twice:
 
-    def overlap(request: Request) -> None:
-        if not isinstance(request, protocol.Create):
-            return
-        if daemon.count(protocol.Create) == 1:
-            tasks.append(store.dump([BLOCK], [0], [b"longer"]))
-            both.wait(timeout=5)  # so that dumps that wrongly share one file fail the test instead of hanging it
-        else:
-            both.set()
+        def overlap(request: Request) -> None:
+            if not isinstance(request, protocol.Create):
+                return
+            if daemon.count(protocol.Create) == 1:
+                tasks.append(twice.dump([BLOCK], [0], [b"longer"]))
+                both.wait(timeout=5)  # so that dumps that wrongly share one file fail the test instead of hanging it
+            else:
+                both.set()
 
-    daemon.fail = overlap
-    with UcmPipelineStore({"mount_point": str(daemon.root)}) as store:
-        store.wait(store.dump([BLOCK], [0], [b"four"]))
-        store.wait(tasks[0])
-        assert store.lookup([BLOCK]) == [True]
+        daemon.fail = overlap
+        twice.wait(twice.dump([BLOCK], [0], [b"four"]))
+        twice.wait(tasks[0])
+        assert twice.lookup([BLOCK]) == [True]
     assert daemon.count(protocol.Create) == 2
     assert list(files_of(daemon.root).values()) in ([b"four"], [b"longer"])

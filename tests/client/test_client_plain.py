@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 
 import pytest
-from faulty_daemon import files_of
 
+from tests.client.faulty_daemon import files_of
 from ucm.client.blocks import Staging
 from ucm.client.plain import PlainBlocks
 from ucmfs.errors import BlockNotFound, NotABlock, StoreClosed, UcmfsError

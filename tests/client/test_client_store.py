@@ -13,8 +13,8 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from faulty_daemon import FaultyDaemon, files_of
 
+from tests.client.faulty_daemon import FaultyDaemon, files_of
 from ucm.store.cache.connector import UcmCacheStore
 from ucm.store.pipeline.connector import UcmPipelineStore, UcmPipelineStoreBuilder
 from ucm.store.posix.connector import UcmPosixStore
@@ -85,7 +85,7 @@ def test_a_short_block_fails_and_leaves_the_destination(store: UcmPipelineStore)
     with pytest.raises(TaskFailed, match=rf"row 1: .*{block.hex()}: the block holds 5 bytes") as failed:
         store.wait(store.load([block, block], [3, 4], [inside, across]))
     assert [row for row, _ in failed.value.rows] == [1]
-    assert (inside, across) == (b"45", b"..")
+    assert [inside, across] == [b"45", b".."]
 
 
 def test_a_block_shorter_than_block_size_is_a_miss(open_store: Callable[..., UcmPipelineStore]) -> None:

@@ -56,7 +56,7 @@ class Link:
 
     @staticmethod
     def _check(request: Request, reply: Reply, fds: list[int]) -> None:
-        rows = len(getattr(request, "names", None) or getattr(request, "stagings", ()))
+        rows = len(getattr(request, "names", getattr(request, "stagings", ())))
         expected = rows - len(reply.faults) if isinstance(request, Create | Open) else 0
         if len(reply.rows) != rows or len(fds) != expected:
             close_all(fds)

@@ -22,9 +22,6 @@ log = logging.getLogger(__name__)
 
 _LINKS = 64
 """As many as threads use at once, and one for each batch of blocks that are incomplete."""
-_MAX_NAME_BYTES = 64 << 10
-"""Bytes of names in a request. A socket sends at most its buffer (208 KiB by default) in one packet, and the
-reply may name every block again."""
 _BUSY_DELAYS = tuple(0.001 * 2**n for n in range(10))
 """Seconds between tries to publish: a process being started holds a copy of every descriptor until its exec."""
 
@@ -174,14 +171,6 @@ def _close(staging: Staging) -> UcmfsError | None:
 
 
 def _chunks(names: Sequence[str], most: int) -> Iterator[list[str]]:
-    """Split *names* into requests of at most *most* names that fit a packet."""
-    chunk: list[str] = []
-    room = _MAX_NAME_BYTES
-    for name in names:
-        if chunk and (len(chunk) == most or len(name) > room):
-            yield chunk
-            chunk, room = [], _MAX_NAME_BYTES
-        chunk.append(name)
-        room -= len(name)
-    if chunk:
-        yield chunk
+    """Split *names* into requests of at most *most* names."""
+    for first in range(0, len(names), most):
+        yield list(names[first : first + most])
