@@ -203,6 +203,7 @@ def test_a_daemon_that_does_not_answer(daemon: FaultyDaemon) -> None:
         assert blocks.lookup(["d"]) == [None]
 
 
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_publish_waits_for_a_child_that_holds_the_descriptor(daemon: FaultyDaemon) -> None:
     """Between fork and exec a child has every descriptor of its parent."""
     [hold, release] = os.pipe()

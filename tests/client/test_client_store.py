@@ -307,6 +307,7 @@ def test_a_registered_pipeline_runs_in_the_process(cache_dir: Path) -> None:
     assert len(built) == 1
 
 
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_a_lookup_of_a_forked_child_is_refused(store: UcmPipelineStore) -> None:
     store.wait(store.dump([b"id"], [0], [b"data"]))
     task = store.load([b"id"], [0], [bytearray(4)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import struct
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from ucmfs.errors import MountError, ProtocolError, UcmfsError, from_errno
 __all__ = ["Connection"]
 
 SOCKET_NAME = ".ucmfs/sock"
+_FD_SIZE = struct.calcsize("i")
 
 
 class Connection:
@@ -71,16 +73,26 @@ class Connection:
         self._sock.settimeout(self._timeout if timeout is None else timeout)
         try:
             self._sock.send(protocol.encode(request))
-            data, fds, flags, _ = socket.recv_fds(self._sock, protocol.MAX_PACKET, protocol.MAX_FDS)
+            data, rights, flags, _ = self._sock.recvmsg(
+                protocol.MAX_PACKET, socket.CMSG_SPACE(protocol.MAX_FDS * _FD_SIZE), socket.MSG_CMSG_CLOEXEC
+            )
         except TimeoutError as error:
             raise MountError("the ucmfs daemon did not answer in time", code=error.errno or 110) from error
         except OSError as error:
             raise MountError(f"the ucmfs daemon went away: {error.strerror}", code=error.errno) from error
+        fds = [
+            fd
+            for level, kind, held in rights
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS)
+            for fd in struct.unpack(f"{len(held) // _FD_SIZE}i", held[: len(held) // _FD_SIZE * _FD_SIZE])
+        ]
         if not data:
             raise MountError("the ucmfs daemon closed the connection", code=104)  # ECONNRESET
         try:
             if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
-                raise ProtocolError("a reply of the daemon was cut; client and daemon differ in version")
+                raise ProtocolError(
+                    "a reply was cut: this process is out of descriptors (ulimit -n), or its version is not the daemon's"
+                )
             reply = protocol.decode_reply(data)
         except (msgspec.DecodeError, ProtocolError) as error:
             for fd in fds:

@@ -28,13 +28,14 @@ from ucmfs.errors import (
 )
 from ucmfs.pipeline.pipeline import Pipeline
 from ucmfs.pipeline.writeback import Flushed
-from ucmfs.stages.cache import Staging, writable_elsewhere
+from ucmfs.stages.cache import OpenBlock, Staging, writable_elsewhere
 
 __all__ = ["Hooks", "flushed_result", "serve", "serve_listener"]
 
 log = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 512
+FILLS_OF_ONE_REQUEST = 8
 MAX_STAGINGS = 4096
 """Staging files of one connection; each is a descriptor of the daemon."""
 T = TypeVar("T")
@@ -98,6 +99,8 @@ async def serve_listener(pipeline: Pipeline, listener: socket.socket, hooks: Hoo
 
 async def serve(pipeline: Pipeline, sock: socket.socket, hooks: Hooks = Hooks()) -> None:  # noqa: B008 - immutable
     """Serve the connected SEQPACKET socket *sock*, and close it, when the peer closes or breaks the protocol."""
+    # A packet is sent whole or not at all: the buffer must hold the largest.
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, protocol.MAX_PACKET)
     with trio.socket.from_stdlib_socket(sock) as stream:
         session = _Session(pipeline, Peer.of(sock), hooks)
         try:
@@ -170,7 +173,7 @@ class _Session:
             case protocol.Lookup():
                 return await self._lookup(request)
             case protocol.Open():
-                return await self._rows(names, lambda name: self._open(name, fds), most=protocol.MAX_FDS)
+                return await self._open_all(request.names, fds)
             case protocol.Create():
                 return await self._rows(names, lambda name: self._create(name, request, fds), most=protocol.MAX_FDS)
             case protocol.Publish():
@@ -256,16 +259,49 @@ class _Session:
             rows[row] = None if attributes is None or attributes.is_directory else attributes.size
         return protocol.Reply(rows=rows, faults=faults)
 
-    async def _open(self, name: str, fds: list[int]) -> int:
+    async def _open_all(self, names: Sequence[str], fds: list[int]) -> protocol.Reply:
+        """Blocks of the Cache one after another; those that have to be filled at once, a few at a time."""
+        if len(names) > protocol.MAX_FDS:
+            raise ProtocolError(f"over {protocol.MAX_FDS} rows in one request")
+        opened: list[OpenBlock | UcmfsError | None] = [None] * len(names)
+        places = trio.CapacityLimiter(FILLS_OF_ONE_REQUEST)
+
+        async def open_one(row: int) -> None:
+            try:
+                opened[row] = await self._open(names[row])
+            except UcmfsError as error:
+                opened[row] = error
+
+        async def fill_and_open(row: int) -> None:
+            async with places:
+                await open_one(row)
+
+        async with trio.open_nursery() as nursery:
+            for row, name in enumerate(names):
+                if name in self._pipeline.cache.blocks:
+                    await open_one(row)
+                else:
+                    nursery.start_soon(fill_and_open, row)
+        rows: list[int | None] = []
+        faults: dict[int, protocol.Fault] = {}
+        for row, block in enumerate(opened):
+            if isinstance(block, OpenBlock):
+                fds.append(block.fd)
+                rows.append(block.attributes.size)
+            else:
+                assert block is not None
+                rows.append(None)
+                faults[row] = protocol.Fault(block.errno or errno.EIO, str(block))
+        return protocol.Reply(rows=rows, faults=faults)
+
+    async def _open(self, name: str) -> OpenBlock:
         self._allow_path(check_name(name))
         block = await self._pipeline.open(name, lend=True)
-        if not self.peer.may(block.attributes, 4):
-            block.close()
-            raise BlockDenied(name)
-        # The kernel's own reference takes over once the packet is sent; until then ours keeps it from eviction.
+        # Once the packet is sent the kernel has a reference of its own; until then ours keeps it from eviction.
         self._closers.append(block.close)
-        fds.append(block.fd)
-        return block.attributes.size
+        if not self.peer.may(block.attributes, 4):
+            raise BlockDenied(name)
+        return block
 
     async def _create(self, name: str, request: protocol.Create, fds: list[int]) -> int:
         if request.size < 0:
