@@ -91,7 +91,7 @@ class Connection:
         try:
             if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
                 raise ProtocolError(
-                    "a reply was cut: this process is out of descriptors (ulimit -n), or its version is not the daemon's"
+                    "a reply was cut: this process is out of descriptors (ulimit -n), or of another version"
                 )
             reply = protocol.decode_reply(data)
         except (msgspec.DecodeError, ProtocolError) as error:
