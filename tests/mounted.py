@@ -87,11 +87,12 @@ class Mounted:
         return [row["size"] is not None for row in json.loads(done.stdout)]
 
     def kill_daemon(self, *, clear: bool = True) -> None:
-        """SIGKILL; wait until it is gone and, with *clear*, take its dead mount away."""
-        pid = int(self.status()["pid"])
-        daemon = os.pidfd_open(pid)
-        os.kill(pid, signal.SIGKILL)
-        self.wait_exit(daemon)
+        """SIGKILL; wait until it is gone, its relay too, and with *clear* take its dead mount away."""
+        status = self.status()
+        ending = [os.pidfd_open(pid) for pid in (status["pid"], status["relay_pid"]) if pid is not None]
+        os.kill(status["pid"], signal.SIGKILL)
+        for process in ending:
+            self.wait_exit(process)
         if clear:
             subprocess.run(["umount", "-l", str(self.point)], check=True)
 

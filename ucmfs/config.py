@@ -53,6 +53,8 @@ class PipelineOptions(Options):
 
     store_pipeline: str = "Cache|Posix"
     mount_point: str | None = None
+    passthrough: bool = True
+    """Let the kernel read blocks by itself where it can (Linux 6.9, root)."""
     log_file: str | None = None
     """Where a daemon in the background logs. Default: a file named after the mount point in /var/log/ucmfs."""
 

@@ -24,6 +24,7 @@ import yaml
 from ucmfs.config import Section, masked
 from ucmfs.control import protocol, server
 from ucmfs.errors import MountError, sole_error
+from ucmfs.fuse.link import RelayLink, why_no_relay
 from ucmfs.fuse.operations import Operations
 from ucmfs.fuse.virtual import Virtual
 from ucmfs.pipeline import builder
@@ -100,6 +101,8 @@ class _Mount:
         self._operations = Operations(self._pipeline, self._virtual)
         self._listener: socket.socket | None = None
         self._anchor: int | None = None
+        self._link: RelayLink | None = None
+        self._no_passthrough = why_no_relay() if self._pipeline.options.passthrough else "passthrough is switched off"
         self._answered = trio.Event()
         self._answered.set()
 
@@ -110,6 +113,8 @@ class _Mount:
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(self._serve_fuse, nursery.cancel_scope)
                     nursery.start_soon(self._heed_signals)
+                    if self._link is not None:
+                        nursery.start_soon(self._heed_relay, self._link)
                     await trio.to_thread.run_sync(self._bind)
                     assert self._listener is not None
                     hooks = server.Hooks(
@@ -121,7 +126,9 @@ class _Mount:
                     self._ready()
             finally:
                 self._close_socket()
-                pyfuse3.close(unmount=True)
+                pyfuse3.close(unmount=self._link is None)
+                if self._link is not None:
+                    self._link.close()
                 self._operations.close_all()
                 with trio.CancelScope(shield=True):
                     await self._last_flush()
@@ -129,6 +136,12 @@ class _Mount:
     # Start
 
     def _mount(self) -> None:
+        if self._no_passthrough is None:
+            self._link = RelayLink(self._mount_point, self._options)
+            self._operations.backing = self._link.backing
+            pyfuse3.init(self._operations, f"/dev/fd/{self._link.daemon_fd}", set())
+            return
+        log.info("%s; bytes go through the daemon", self._no_passthrough)
         options = {"default_permissions", "fsname=ucmfs", "subtype=ucmfs", *self._options}
         if os.geteuid() == 0:
             options.add("allow_other")
@@ -142,11 +155,20 @@ class _Mount:
     async def _serve_fuse(self, scope: trio.CancelScope) -> None:
         try:
             await pyfuse3.main(min_tasks=MIN_TASKS)
+        except* OSError:
+            if self._link is None or not await trio.to_thread.run_sync(self._link.is_gone):
+                raise
+            log.error("the relay (pid %d) is gone, and the mount with it", self._link.pid)
         finally:
             with trio.move_on_after(1) as grace:
                 grace.shield = True
                 await self._answered.wait()
             scope.cancel()
+
+    async def _heed_relay(self, link: RelayLink) -> None:
+        """The kernel ended the connection, or the relay is gone."""
+        await trio.lowlevel.wait_readable(link.ended_fd)
+        pyfuse3.terminate()
 
     def _bind(self) -> None:
         """Bind `.ucmfs/sock` through the mount itself: the kernel asks this daemon to make the node.
@@ -244,6 +266,11 @@ class _Mount:
 
     # What `.ucmfs` shows
 
+    @property
+    def _refusal(self) -> str | None:
+        """Why reads go through the daemon; None where the kernel serves them."""
+        return self._no_passthrough if self._link is None else self._link.backing.refusal
+
     async def _stats(self) -> dict[str, Any]:
         return {
             "version": version("ucmfs"),
@@ -252,6 +279,10 @@ class _Mount:
             "uptime_s": round(time.time() - self._started, 3),
             "inodes": len(self._operations.inodes),
             "open_files": len(self._operations.inodes.handles),
+            "data_path": "daemon" if self._refusal else "passthrough",
+            "data_path_reason": self._refusal,
+            "daemon_pid": os.getpid(),
+            "relay_pid": self._link.pid if self._link is not None else None,
             **await self._pipeline.stats(),
         }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import os
 import select
 from collections.abc import Callable, Sequence
@@ -10,8 +11,6 @@ from concurrent.futures import Executor
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
-
-import pytest
 
 from tests.engines.clients import (
     MIB,
@@ -24,7 +23,7 @@ from tests.engines.clients import (
 )
 from tests.mounted import Mounted
 
-CHUNKS = 6
+CHUNKS = 4
 MODEL = "meta-llama/Llama-3.1-8B"
 LIMIT_S = 30
 
@@ -158,28 +157,28 @@ def local_disk_load(root: str, direct: bool) -> None:
     assert into == chunks("kv", direct)
 
 
-@pytest.mark.parametrize(
-    ("store", "load"),
-    [(adapter_store, adapter_load), (native_store, native_load), (local_disk_store, local_disk_load)],
-    ids=["adapter", "native", "local_disk"],
-)
-def test_chunks_are_stored_and_loaded(
-    mnt: Mounted,
-    engine: Callable[[], Executor],
-    store: Callable[[str, bool], bool],
-    load: Callable[[str, bool], None],
-) -> None:
+CLIENTS = {
+    "adapter": (adapter_store, adapter_load),
+    "native": (native_store, native_load),
+    "local_disk": (local_disk_store, local_disk_load),
+}
+
+
+def test_chunks_are_stored_and_loaded(mnt: Mounted, engine: Callable[[], Executor]) -> None:
     writer, reader = engine(), engine()
     files: dict[str, bytes] = {}
-    for direct in (False, True):
-        (mnt / str(direct)).mkdir()
-        assert writer.submit(store, str(mnt / str(direct)), direct).result()
+    for client, direct in itertools.product(CLIENTS, (False, True)):
+        place = mnt / f"{client}_{direct}"
+        place.mkdir()
+        store, _ = CLIENTS[client]
+        assert writer.submit(store, str(place), direct).result()
         for name, chunk in zip(file_names(), chunks("kv", direct), strict=True):
-            files[f"{direct}/{name}"] = bytes(chunk)
+            files[f"{place.name}/{name}"] = bytes(chunk)
 
     def load_all() -> None:
-        for direct in (False, True):
-            reader.submit(load, str(mnt / str(direct)), direct).result()
+        for client, direct in itertools.product(CLIENTS, (False, True)):
+            _, load = CLIENTS[client]
+            reader.submit(load, str(mnt / f"{client}_{direct}"), direct).result()
 
     check_round_trip(mnt, files, load_all)
 

@@ -14,7 +14,7 @@ from tests.engines.clients import MIB, check_round_trip, content, page_aligned
 from tests.mounted import Mounted
 
 BLOCK = MIB // 2
-BLOCKS = 12
+BLOCKS = 8
 SLOTS = 4
 """Blocks in one file of a static pool."""
 

@@ -100,8 +100,8 @@ def test_kvbm_file_that_outlives_its_process(mnt: Mounted, engine: Callable[[], 
     same_on_disk(mnt, {"remote/block": model})
 
 
-# The calls of _save_gds and _load_gds, lmcache 0.5.6, v1/storage_backend/gds_backend.py, where there is no GDS. The copy in
-# between is the GPU's.
+# The calls of _save_gds and _load_gds, lmcache 0.5.6, v1/storage_backend/gds_backend.py, where there is no GDS. The
+# copy in between is the GPU's.
 
 
 def gds_save(path: str, seed: int) -> None:

@@ -98,7 +98,7 @@ def test_its_own_eviction(mnt: Mounted, engine: Callable[[], Executor]) -> None:
     same_on_disk(mnt, {f"new_{number:02}{SUFFIX}": content(number, PAGE) for number in kept})
 
 
-FILE = 6 * MIB
+FILE = 3 * MIB
 PAGES_OF_FILE = FILE // (64 * KIB)
 
 

@@ -115,16 +115,16 @@ def test_one_temporary_name_and_a_killed_writer(mnt: Mounted) -> None:
         killed = (*RENAME_LAST[:taken], "kill")
         files |= Race(mnt / f"{taken}", {"A": AT_ONCE, "B": killed}).run(at_the_end="A")
     # What is killed after its rename is dropped, and what it renamed over is gone, as on any file system.
-    killed = (*CLOSE_LAST[:4], "kill")
+    killed = ("open", "write whole", "rename", "kill")
     files |= Race(mnt / "renamed", {"A": AT_ONCE, "B": killed}).run(at_the_end="A-")
     same_on_disk(mnt, files)
 
 
 def test_one_final_name(mnt: Mounted) -> None:
-    mnt.expect("dropped")
-    files = Race(mnt / "ends", {"A": FINAL_NAME, "B": FINAL_NAME}, temporary="{}").run(at_the_end="AB-")
+    mnt.expect("dropped, its writer was killed")
+    files = Race(mnt / "ends", {"A": FINAL_NAME, "B": FINAL_NAME}, temporary="{}").run(at_the_end="AB")
     killed = (*FINAL_NAME[:2], "kill")
-    files |= Race(mnt / "killed", {"A": FINAL_NAME, "B": killed}, temporary="{}").run(at_the_end="A-")
+    files |= Race(mnt / "killed", {"A": FINAL_NAME, "B": killed}, temporary="{}").run(at_the_end="A")
     same_on_disk(mnt, files)
 
 

@@ -12,9 +12,9 @@ from tests.engines.clients import KIB, bare_package, check_round_trip, content, 
 from tests.mounted import Mounted
 
 BLOCK = 512 * KIB
-BLOCKS = 24
+BLOCKS = 16
 THREADS = 8
-BATCH = 3
+BATCH = 2
 """Blocks a job: a job is one call, in one thread of the tier's pool."""
 
 

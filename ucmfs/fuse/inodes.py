@@ -22,6 +22,9 @@ FIRST_NUMBER = 64
 """Numbers below are the root's and those of `.ucmfs/`."""
 
 
+MOST_HANDLES = (1 << 31) - 1
+
+
 class Writing:
     """A version of a block that is being written.
 
@@ -53,7 +56,20 @@ class Writing:
 class Inode:
     """One inode. `name` is where it is, or was for an orphan: one whose name is gone or belongs to another."""
 
-    __slots__ = ("attributes", "file", "handles", "lock", "lookups", "name", "number", "orphan", "writers", "writing")
+    __slots__ = (
+        "attributes",
+        "backing",
+        "by_kernel",
+        "file",
+        "handles",
+        "lock",
+        "lookups",
+        "name",
+        "number",
+        "orphan",
+        "writers",
+        "writing",
+    )
 
     def __init__(self, number: int, name: str, attributes: Attributes) -> None:
         self.number = number
@@ -64,6 +80,10 @@ class Inode:
         self.handles = 0
         self.writers = 0
         """How many of the handles may write."""
+        self.by_kernel = 0
+        """How many of the handles have backing id `backing`. The kernel wants it for all opens of an inode or for none;
+        those that it shall not serve by itself have it too, with direct_io."""
+        self.backing = 0
         self.file: OpenBlock | None = None
         """The published block, while there are handles and it is not being written."""
         self.writing: Writing | None = None
@@ -83,13 +103,14 @@ class Inode:
 class Handle:
     """One open of an inode."""
 
-    __slots__ = ("inode", "opener", "writable")
+    __slots__ = ("by_kernel", "inode", "opener", "writable")
 
-    def __init__(self, inode: Inode, opener: int, writable: bool) -> None:
+    def __init__(self, inode: Inode, opener: int, writable: bool, by_kernel: bool) -> None:
         self.inode = inode
         self.opener = opener
         """The process; 0 if unknown or of no interest."""
         self.writable = writable
+        self.by_kernel = by_kernel
 
 
 class Inodes:
@@ -183,7 +204,10 @@ class Inodes:
         assert writing is not None
         self._unlist(inode)
         inode.writing = None
-        if published:
+        if published and inode.by_kernel:
+            # Its readers go on with the old bytes, from the backing file: the new ones need an inode of their own.
+            self.detach(inode)
+        elif published:
             before = self._by_name.get(inode.name)
             if before is not None and before is not inode:
                 self.detach(before)
@@ -229,21 +253,23 @@ class Inodes:
 
     # Handles
 
-    def open_handle(self, inode: Inode, *, opener: int = 0, writable: bool = False) -> int:
-        """A new handle; 32 bits, for the upper half of the kernel's 64 is the relay's."""
+    def open_handle(self, inode: Inode, *, opener: int = 0, writable: bool = False, by_kernel: bool = False) -> int:
+        """A new handle, below those of `.ucmfs/`."""
         number = self._next_handle
         while number in self.handles:
-            number = number % 0xFFFFFFFF + 1
-        self._next_handle = number % 0xFFFFFFFF + 1
-        self.handles[number] = Handle(inode, opener, writable)
+            number = number % MOST_HANDLES + 1
+        self._next_handle = number % MOST_HANDLES + 1
+        self.handles[number] = Handle(inode, opener, writable, by_kernel)
         inode.handles += 1
         inode.writers += writable
+        inode.by_kernel += by_kernel
         return number
 
     def close_handle(self, number: int) -> Handle:
         handle = self.handles.pop(number)
         handle.inode.handles -= 1
         handle.inode.writers -= handle.writable
+        handle.inode.by_kernel -= handle.by_kernel
         return handle
 
     def settle(self, inode: Inode) -> None:

@@ -28,6 +28,7 @@ import trio
 from ucmfs.block import OWN_XATTRS, Attributes, Changes, check_name, looks_like_lock, looks_temporary
 from ucmfs.errors import BlockExists, BlockNotFound, UcmfsError
 from ucmfs.fuse.inodes import Inode, Inodes, Writing
+from ucmfs.fuse.passthrough import Backing
 from ucmfs.fuse.process import being_killed, lineage, process_of
 from ucmfs.fuse.virtual import DIRECTORY_NAME, Virtual
 from ucmfs.pipeline.pipeline import Pipeline
@@ -44,6 +45,8 @@ R = TypeVar("R")
 SETTLE_WAIT = 0.25
 """Seconds that a lookup waits for a block whose writer closed it, where the kernel is late to say it was the last."""
 STAT_BLOCK = 4096
+_OUR_HALF = 0xFFFFFFFF
+"""Of a file handle; the other half is the backing id that the relay passes on."""
 
 
 def handler(
@@ -93,6 +96,8 @@ class Operations(pyfuse3.Operations):
         super().__init__()
         self.pipeline = pipeline
         self.virtual = virtual
+        self.backing: Backing | None = None
+        """Set where a relay can tell the kernel to read published blocks by itself."""
         self.inodes = Inodes()
         self._ttl = pipeline.options.consistency_ttl
         self._listings: dict[int, _Listing] = {}
@@ -481,8 +486,21 @@ class Operations(pyfuse3.Operations):
             raise pyfuse3.FUSEError(errno.ESTALE)
         if inode.writing is not None and writable:
             inode.writing.openers.add(opener)
-        fh = self.inodes.open_handle(inode, opener=opener, writable=writable)
-        return pyfuse3.FileInfo(fh=fh, keep_cache=inode.writing is None)
+        ours = writable or inode.writing is not None
+        if not ours:
+            self._back(inode)
+        fh = self.inodes.open_handle(inode, opener=opener, writable=writable, by_kernel=inode.backing > 0)
+        return pyfuse3.FileInfo(
+            fh=inode.backing << 32 | fh,
+            # Beside opens that the kernel serves by itself, one that we serve may not use its page cache.
+            direct_io=ours and inode.backing > 0,
+            keep_cache=inode.writing is None,
+        )
+
+    def _back(self, inode: Inode) -> None:
+        """Let the kernel serve *inode* by itself, unless opens of it that use the page cache are alive."""
+        if self.backing is not None and inode.file is not None and not inode.handles:
+            inode.backing = self.backing.open(inode.file.fd)
 
     def _join_in_place(self, inode: Inode, opener: int) -> None:
         """Who opens a published block to change it joins who is changing it: one file, as in a shared pool."""
@@ -503,9 +521,10 @@ class Operations(pyfuse3.Operations):
 
     async def _open_published(self, inode: Inode) -> None:
         async with inode.locked():
+            if inode.orphan and (inode.file is None or self.pipeline.peek(inode.name) is not None):
+                # Another version has the name by now.
+                raise pyfuse3.FUSEError(errno.ESTALE)
             if inode.file is None and inode.writing is None:
-                if inode.orphan:
-                    raise pyfuse3.FUSEError(errno.ESTALE)
                 file = await self.pipeline.open(inode.name)
                 if file.attributes.version != inode.attributes.version:
                     # Replaced since the kernel looked: look again.
@@ -541,6 +560,7 @@ class Operations(pyfuse3.Operations):
 
     @handler
     async def read(self, fh: int, off: int, size: int) -> bytes:
+        fh &= _OUR_HALF
         if self.virtual.has_open(fh):
             return self.virtual.read(fh, off, size)
         inode = self.inodes.handles[fh].inode
@@ -554,6 +574,7 @@ class Operations(pyfuse3.Operations):
 
     @handler
     async def write(self, fh: int, off: int, buf: bytes) -> int:
+        fh &= _OUR_HALF
         inode = self.inodes.handles[fh].inode
         writing = inode.writing or await self._start_in_place(inode)
         try:
@@ -593,6 +614,7 @@ class Operations(pyfuse3.Operations):
 
     @handler
     async def flush(self, fh: int) -> None:
+        fh &= _OUR_HALF
         if self.virtual.has_open(fh):
             return
         handle = self.inodes.handles[fh]
@@ -605,10 +627,14 @@ class Operations(pyfuse3.Operations):
     async def release(self, fh: int) -> None:
         # No checkpoint before the block is published: what a process does after close() comes after this request,
         # and so finds the block.
+        fh &= _OUR_HALF
         if self.virtual.release(fh):
             return
         handle = self.inodes.close_handle(fh)
         inode = handle.inode
+        if inode.backing and not inode.by_kernel and self.backing is not None:
+            self.backing.close(inode.backing)
+            inode.backing = 0
         if inode.writing is not None and not inode.writers:
             self._end_writing(inode)
         if not inode.handles:
@@ -653,6 +679,7 @@ class Operations(pyfuse3.Operations):
 
     @handler
     async def fsync(self, fh: int, datasync: bool) -> None:
+        fh &= _OUR_HALF
         if self.virtual.has_open(fh):
             return
         inode = self.inodes.handles[fh].inode

@@ -20,6 +20,8 @@ SOCKET_NAME = b"sock"
 _DIRECTORY, _SOCKET, _FIRST_FILE = 2, 3, 4
 _LAST = 63
 _TTL = 3600.0
+FIRST_HANDLE = 1 << 31
+"""Handles of their own range, that they never meet those of blocks; 32 bits, for the upper half is the relay's."""
 
 Text = Callable[[], Awaitable[bytes]]
 
@@ -34,8 +36,7 @@ class Virtual:
         self._texts = dict(enumerate(files.values(), _FIRST_FILE))
         self._has_socket = False
         self._open: dict[int, bytes] = {}
-        self._next = 1 << 32
-        """Handles of their own range: they never meet those of blocks, which have 32 bits."""
+        self._next = FIRST_HANDLE
 
     def owns(self, number: int) -> bool:
         return _DIRECTORY <= number <= _LAST
@@ -89,7 +90,7 @@ class Virtual:
         except KeyError:
             raise pyfuse3.FUSEError(errno.ENXIO) from None
         handle = self._next
-        self._next += 1
+        self._next = FIRST_HANDLE | (self._next + 1) % FIRST_HANDLE
         self._open[handle] = text
         return handle
 

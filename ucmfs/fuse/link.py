@@ -1,0 +1,137 @@
+"""The mount with a relay in it: ucmfs opens /dev/fuse and mounts by itself, and gives pyfuse3 one end of a socket."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import platform
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from ucmfs.errors import MountError
+from ucmfs.fuse import relay
+from ucmfs.fuse.passthrough import Backing
+
+__all__ = ["RelayLink", "why_no_relay"]
+
+log = logging.getLogger(__name__)
+
+FIRST_KERNEL = (6, 9)
+"""The first with FUSE passthrough."""
+SOCKET_BUFFER = 8 << 20
+"""Bytes; a message is up to 1 MiB and a little."""
+RELAY_EXIT = 10.0
+"""Seconds that the relay may take to see that its socket is closed."""
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_MOUNT_FLAGS = {
+    "rw": 0,
+    "ro": 1,
+    "nosuid": 2,
+    "nodev": 4,
+    "noexec": 8,
+    "sync": 16,
+    "dirsync": 128,
+    "noatime": 1024,
+    "nodiratime": 2048,
+    "relatime": 1 << 21,
+    "strictatime": 1 << 24,
+}
+_NOSUID_NODEV = 2 | 4
+_UNDERSTOOD_BY_LIBFUSE = frozenset({"default_permissions", "allow_other"})
+_MNT_DETACH = 2
+
+
+def why_no_relay() -> str | None:
+    """None where passthrough may work, else why it cannot."""
+    if os.geteuid() != 0:
+        return "passthrough needs root (CAP_SYS_ADMIN)"
+    found = re.match(r"(\d+)\.(\d+)", platform.release())
+    if found is None or tuple(map(int, found.groups())) < FIRST_KERNEL:
+        return f"passthrough needs Linux {FIRST_KERNEL[0]}.{FIRST_KERNEL[1]}; this is {platform.release()}"
+    return None
+
+
+class RelayLink:
+    """A mount and its relay process. `daemon_fd` is for pyfuse3, which closes it."""
+
+    def __init__(self, mount_point: Path, options: frozenset[str]) -> None:
+        """Mount and start the relay. Raises MountError, with nothing mounted."""
+        self._mount_point = mount_point
+        self._fuse = os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC)
+        self.backing = Backing(self._fuse)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        so_sndbufforce = 32
+        for end in (ours, theirs):
+            end.setsockopt(socket.SOL_SOCKET, so_sndbufforce, SOCKET_BUFFER)
+        self.ended_fd, told = os.pipe2(os.O_CLOEXEC)
+        try:
+            self._mount(options)
+        except BaseException:
+            for fd in (self._fuse, self.ended_fd, told):
+                os.close(fd)
+            ours.close()
+            theirs.close()
+            raise
+        fds = (self._fuse, theirs.fileno(), told)
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", relay.__file__, *map(str, fds)],
+            pass_fds=fds,
+            stdin=subprocess.DEVNULL,
+            # A Ctrl-C is for the daemon, which ends the mount in order.
+            start_new_session=True,
+        )
+        theirs.close()
+        os.close(told)
+        self.daemon_fd = ours.detach()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def is_gone(self) -> bool:
+        """Whether the relay has ended; gives it a moment to do so, for its sockets close first."""
+        try:
+            self._process.wait(1)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def _mount(self, options: frozenset[str]) -> None:
+        flags = _NOSUID_NODEV
+        data = [
+            f"fd={self._fuse}",
+            "rootmode=40000",
+            f"user_id={os.geteuid()}",
+            f"group_id={os.getegid()}",
+            "default_permissions",
+            "allow_other",
+        ]
+        for option in sorted(options - _UNDERSTOOD_BY_LIBFUSE):
+            if option in _MOUNT_FLAGS:
+                flags |= _MOUNT_FLAGS[option]
+            else:
+                data.append(option)
+        target = os.fsencode(self._mount_point)
+        if _libc.mount(b"ucmfs", target, b"fuse.ucmfs", ctypes.c_ulong(flags), os.fsencode(",".join(data))) != 0:
+            code = ctypes.get_errno()
+            raise MountError(
+                f"{self._mount_point}: the kernel refuses it ({os.strerror(code)}); options {','.join(data[4:])}",
+                code=code,
+            )
+
+    def close(self) -> None:
+        """The daemon is done: take the mount away if it is still there, and see the relay end."""
+        _libc.umount2(os.fsencode(self._mount_point), _MNT_DETACH)
+        os.close(self._fuse)
+        os.close(self.ended_fd)
+        try:
+            self._process.wait(RELAY_EXIT)
+        except subprocess.TimeoutExpired:
+            log.error("the relay (pid %d) does not end; killing it", self._process.pid)
+            self._process.kill()
+            self._process.wait()
