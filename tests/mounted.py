@@ -59,13 +59,13 @@ class Mounted:
             raise AssertionError(f"ucmfs {arguments} gave {done.returncode}: {done.stdout}{done.stderr}")
         return done
 
-    def mount(self) -> None:
+    def mount(self, *options: str) -> None:
         self.config_file.write_text(
             yaml.safe_dump(
                 {"ucm_connectors": [{"ucm_connector_name": "UcmPipelineStore", "ucm_connector_config": self.config}]}
             )
         )
-        self.ucmfs("mount", self.config_file, self.point)
+        self.ucmfs("mount", self.config_file, self.point, *options)
 
     def umount(self) -> None:
         self.ucmfs("umount", self.point)

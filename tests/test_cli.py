@@ -158,9 +158,9 @@ def test_debug_shows_where_it_came_from(tmp_path: Path) -> None:
 
 
 def test_mount_options_are_divided() -> None:
-    given = ["rw,nofail,_netdev,x-systemd.automount,defaults", "allow_other,max_read=4096,set.buffer_number=5,,user"]
+    given = ["rw,nofail,_netdev,x-systemd.automount,defaults", "allow_other,fsname=mine,set.buffer_number=5,,user"]
     assert cli._mount_options(given) == (
-        frozenset({"rw", "allow_other", "max_read=4096"}),
+        frozenset({"rw", "allow_other", "fsname=mine"}),
         ["buffer_number=5"],
     )
 

@@ -53,7 +53,7 @@ _MOUNT_WORDS = re.compile(
 # What libfuse 3.14 and fusermount3 take.
 _FUSE_WORDS = (
     *("rw", "ro", "suid", "nosuid", "dev", "nodev", "exec", "noexec", "sync", "async", "dirsync", "atime", "noatime"),
-    *("allow_other", "allow_root", "auto_unmount", "default_permissions", "max_read", "fsname", "subtype"),
+    *("allow_other", "allow_root", "auto_unmount", "default_permissions", "fsname", "subtype"),
 )
 
 
@@ -248,6 +248,31 @@ def lookup(mount_point: MountPoint, names: Names = None, source: NamesFile = Non
         typer.echo(json.dumps(found, indent=2))
     if failed:
         raise typer.Exit(1)
+
+
+@app.command()
+def bench(
+    mount_point: MountPoint,
+    beside: Annotated[Path, typer.Option(help="A tmpfs to compare with.")] = Path("/dev/shm"),
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds; medians of them are shown.")] = 3,
+    size: Annotated[list[int] | None, typer.Option(min=1, help="Bytes of the files; may be given again.")] = None,
+    listed: Annotated[int, typer.Option(min=1, help="Names in the directory that is listed.")] = 10_000,
+    as_json: AsJson = False,
+) -> None:
+    """Measure reads, writes and latencies of the mount beside a tmpfs; needs 128 MiB of room in its first stage."""
+    from ucmfs import bench as measuring  # here, for secrets and statistics cost every other command time
+
+    result = measuring.measure(
+        {str(beside): beside, str(mount_point): Path(mount_point)},
+        sizes=size or measuring.SIZES,
+        rounds=rounds,
+        listed=listed,
+        progress=lambda text: None if as_json else Console(stderr=True).print(text),
+    )
+    if as_json:
+        typer.echo(json.dumps(result, indent=2))
+    else:
+        Console().print(measuring.table(result))
 
 
 # Act

@@ -24,7 +24,7 @@ import yaml
 from ucmfs.config import Section, masked
 from ucmfs.control import protocol, server
 from ucmfs.errors import MountError, sole_error
-from ucmfs.fuse.link import RelayLink, why_no_relay
+from ucmfs.fuse.link import RelayLink, make_read_only, why_no_relay
 from ucmfs.fuse.operations import Operations
 from ucmfs.fuse.virtual import Virtual
 from ucmfs.pipeline import builder
@@ -80,7 +80,9 @@ class _Mount:
         recent: RecentLog,
     ) -> None:
         self._mount_point = mount_point
-        self._options = options
+        # The socket is made through the mount, which is therefore writable at first.
+        self._read_only = "ro" in options and os.geteuid() == 0
+        self._options = options - {"ro"} if self._read_only else options
         self._ready = ready
         self._started = time.time()
         self._pipeline: Pipeline = builder.build(section, mount_point=str(mount_point))
@@ -102,7 +104,9 @@ class _Mount:
         self._listener: socket.socket | None = None
         self._anchor: int | None = None
         self._link: RelayLink | None = None
-        self._no_passthrough = why_no_relay() if self._pipeline.options.passthrough else "passthrough is switched off"
+        self._no_passthrough = (
+            why_no_relay(options) if self._pipeline.options.passthrough else "passthrough is switched off"
+        )
         self._answered = trio.Event()
         self._answered.set()
 
@@ -116,6 +120,8 @@ class _Mount:
                     if self._link is not None:
                         nursery.start_soon(self._heed_relay, self._link)
                     await trio.to_thread.run_sync(self._bind)
+                    if self._read_only:
+                        await trio.to_thread.run_sync(make_read_only, self._mount_point, self._options)
                     assert self._listener is not None
                     hooks = server.Hooks(
                         self._operations.changed_elsewhere, self._unmount, lambda: self._answered.set(), self._stats

@@ -66,6 +66,19 @@ def test_without(make_mount: Callable[..., Mounted]) -> None:
     assert "switched off" in status["data_path_reason"]
 
 
+def test_mount_options(make_mount: Callable[..., Mounted]) -> None:
+    mnt = make_mount(mount=False)
+    mnt.mount("-o", "ro,noatime")
+    assert mnt.status()["data_path"] == "passthrough"
+    with pytest.raises(OSError, match="Read-only"):
+        (mnt / "x").write_bytes(b"")
+    mnt.umount()
+    mnt.mount("-o", "fsname=mine")
+    assert "fsname" in mnt.status()["data_path_reason"]
+    (mnt / "x").write_bytes(b"data")
+    assert (mnt / "x").read_bytes() == b"data"
+
+
 @pytest.mark.parametrize("passthrough", [True, False])
 def test_readers_beside_a_writer_in_place(make_mount: Callable[..., Mounted], passthrough: bool) -> None:
     mnt = make_mount(passthrough=passthrough)

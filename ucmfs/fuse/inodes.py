@@ -29,10 +29,10 @@ class Writing:
     """A version of a block that is being written.
 
     `in_place` tells that it began as a copy of a published block, without O_TRUNC. `killed` is what /proc said at
-    the latest close; `flushed` that nothing was written since, so that the last close is likely on its way.
+    the latest close.
     """
 
-    __slots__ = ("claimed", "failed", "flushed", "in_place", "killed", "openers", "settled", "staging")
+    __slots__ = ("claimed", "failed", "in_place", "killed", "openers", "settled", "staging")
 
     def __init__(self, staging: Staging, opener: int, *, in_place: bool = False, claimed: bool = True) -> None:
         self.staging = staging
@@ -43,12 +43,10 @@ class Writing:
         self.failed: list[tuple[int, int]] = []
         """Ranges (from, to) of writes that got an error and were not written since: the block has holes there."""
         self.killed = False
-        self.flushed = False
         self.settled = trio.Event()
 
     def written(self, start: int, end: int) -> None:
         """A write succeeded: it mends what failed inside of it."""
-        self.flushed = False
         if self.failed:
             self.failed = [(a, b) for a, b in self.failed if a < start or b > end]
 
@@ -103,7 +101,7 @@ class Inode:
 class Handle:
     """One open of an inode."""
 
-    __slots__ = ("by_kernel", "inode", "opener", "writable")
+    __slots__ = ("by_kernel", "flushed", "inode", "opener", "writable")
 
     def __init__(self, inode: Inode, opener: int, writable: bool, by_kernel: bool) -> None:
         self.inode = inode
@@ -111,6 +109,8 @@ class Handle:
         """The process; 0 if unknown or of no interest."""
         self.writable = writable
         self.by_kernel = by_kernel
+        self.flushed = False
+        """Whether a close was seen and no write since, so that the last close is likely on its way."""
 
 
 class Inodes:
@@ -271,6 +271,12 @@ class Inodes:
         handle.inode.writers -= handle.writable
         handle.inode.by_kernel -= handle.by_kernel
         return handle
+
+    def is_flushed(self, inode: Inode) -> bool:
+        """Whether everybody who may write to *inode* closed it, as far as close() has told."""
+        return inode.writers > 0 and all(
+            handle.flushed for handle in self.handles.values() if handle.inode is inode and handle.writable
+        )
 
     def settle(self, inode: Inode) -> None:
         """*inode* lost its last handle: forget it if the kernel does not know it either."""

@@ -16,7 +16,7 @@ from ucmfs.errors import MountError
 from ucmfs.fuse import relay
 from ucmfs.fuse.passthrough import Backing
 
-__all__ = ["RelayLink", "why_no_relay"]
+__all__ = ["RelayLink", "make_read_only", "why_no_relay"]
 
 log = logging.getLogger(__name__)
 
@@ -35,25 +35,44 @@ _MOUNT_FLAGS = {
     "nodev": 4,
     "noexec": 8,
     "sync": 16,
+    "async": 0,
     "dirsync": 128,
+    "atime": 0,
     "noatime": 1024,
     "nodiratime": 2048,
-    "relatime": 1 << 21,
-    "strictatime": 1 << 24,
 }
 _NOSUID_NODEV = 2 | 4
-_UNDERSTOOD_BY_LIBFUSE = frozenset({"default_permissions", "allow_other"})
+_REMOUNT_BIND = 32 | 4096
+_ALWAYS = frozenset({"default_permissions", "allow_other"})
 _MNT_DETACH = 2
 
 
-def why_no_relay() -> str | None:
-    """None where passthrough may work, else why it cannot."""
+def why_no_relay(options: frozenset[str]) -> str | None:
+    """None where passthrough may work for a mount with *options*, else why it cannot."""
     if os.geteuid() != 0:
         return "passthrough needs root (CAP_SYS_ADMIN)"
+    others = sorted(options - _ALWAYS - _MOUNT_FLAGS.keys())
+    if others:
+        return f"mount option {others[0]} is libfuse's, and so the mount is"
     found = re.match(r"(\d+)\.(\d+)", platform.release())
     if found is None or tuple(map(int, found.groups())) < FIRST_KERNEL:
         return f"passthrough needs Linux {FIRST_KERNEL[0]}.{FIRST_KERNEL[1]}; this is {platform.release()}"
     return None
+
+
+def _flags(options: frozenset[str]) -> int:
+    flags = _NOSUID_NODEV
+    for option in options:
+        flags |= _MOUNT_FLAGS.get(option, 0)
+    return flags
+
+
+def make_read_only(mount_point: Path, options: frozenset[str]) -> None:
+    """Make the mount that users see read-only; the daemon's own copy of it stays as it is. Raises MountError."""
+    flags = ctypes.c_ulong(_REMOUNT_BIND | _flags(options | {"ro"}))
+    if _libc.mount(None, os.fsencode(mount_point), None, flags, None) != 0:
+        code = ctypes.get_errno()
+        raise MountError(f"{mount_point}: cannot be made read-only: {os.strerror(code)}", code=code)
 
 
 class RelayLink:
@@ -102,7 +121,6 @@ class RelayLink:
         return True
 
     def _mount(self, options: frozenset[str]) -> None:
-        flags = _NOSUID_NODEV
         data = [
             f"fd={self._fuse}",
             "rootmode=40000",
@@ -111,16 +129,12 @@ class RelayLink:
             "default_permissions",
             "allow_other",
         ]
-        for option in sorted(options - _UNDERSTOOD_BY_LIBFUSE):
-            if option in _MOUNT_FLAGS:
-                flags |= _MOUNT_FLAGS[option]
-            else:
-                data.append(option)
+        flags = _flags(options)
         target = os.fsencode(self._mount_point)
         if _libc.mount(b"ucmfs", target, b"fuse.ucmfs", ctypes.c_ulong(flags), os.fsencode(",".join(data))) != 0:
             code = ctypes.get_errno()
             raise MountError(
-                f"{self._mount_point}: the kernel refuses it ({os.strerror(code)}); options {','.join(data[4:])}",
+                f"{self._mount_point}: the kernel refuses the mount: {os.strerror(code)}; options {','.join(options)}",
                 code=code,
             )
 

@@ -133,7 +133,7 @@ class Operations(pyfuse3.Operations):
         for inode in list(inodes):
             if inode.writing is not None and not inode.writing.claimed:
                 self._drop_unclaimed(inode)
-            elif inode.writing is not None and inode.writing.flushed:
+            elif inode.writing is not None and self.inodes.is_flushed(inode):
                 with trio.move_on_after(SETTLE_WAIT):
                     await inode.writing.settled.wait()
         return None
@@ -575,7 +575,9 @@ class Operations(pyfuse3.Operations):
     @handler
     async def write(self, fh: int, off: int, buf: bytes) -> int:
         fh &= _OUR_HALF
-        inode = self.inodes.handles[fh].inode
+        handle = self.inodes.handles[fh]
+        handle.flushed = False
+        inode = handle.inode
         writing = inode.writing or await self._start_in_place(inode)
         try:
             done = await self.pipeline.write(writing.staging, off, buf)
@@ -618,10 +620,10 @@ class Operations(pyfuse3.Operations):
         if self.virtual.has_open(fh):
             return
         handle = self.inodes.handles[fh]
+        handle.flushed = True
         writing = handle.inode.writing
         if handle.writable and writing is not None:
             writing.killed = not writing.in_place and being_killed(handle.opener)
-            writing.flushed = True
 
     @handler
     async def release(self, fh: int) -> None:
