@@ -272,7 +272,7 @@ def bench(
     if as_json:
         typer.echo(json.dumps(result, indent=2))
     else:
-        Console().print(measuring.table(result))
+        Console(width=None if sys.stdout.isatty() else 100).print(measuring.table(result))
 
 
 # Act
