@@ -445,12 +445,7 @@ class Pipeline:
             self._move(old, new)
             return
         async with self.locks.hold([old, new]):
-            moved = False
-            for stage in self.lower:
-                [done] = await stage.rename([(old, new)])
-                if isinstance(done, UcmfsError):
-                    raise done
-                moved = moved or done
+            moved = await self._rename_below(old, new)
             moved = self._move(old, new) or moved
             if not moved:
                 raise BlockNotFound(old)
@@ -459,6 +454,16 @@ class Pipeline:
                 self._drop(new)
             self._changed(old)
             self._changed(new)
+
+    async def _rename_below(self, old: str, new: str) -> bool:
+        """Rename a block or directory in the stages below; whether any had it. The caller orders it with others."""
+        moved = False
+        for stage in self.lower:
+            [done] = await stage.rename([(old, new)])
+            if isinstance(done, UcmfsError):
+                raise done
+            moved = moved or done
+        return moved
 
     def _move(self, old: str, new: str) -> bool:
         moved = self.cache.move(old, new)
@@ -502,12 +507,7 @@ class Pipeline:
                 raise from_errno(errno.ENOTEMPTY, new)
         # No batch may be under way to the old names.
         async with self.write_back.batches:
-            moved = False
-            for stage in self.lower:
-                [done] = await stage.rename([(old, new)])
-                if isinstance(done, UcmfsError):
-                    raise done
-                moved = moved or done
+            moved = await self._rename_below(old, new)
             self.fills.changed_below(old)
             prefix = old + "/"
             dirty = [name for name, block in self.cache.blocks.items() if block.dirty and name.startswith(prefix)]
