@@ -142,6 +142,21 @@ def test_writing_in_place(mnt: Mounted) -> None:
     assert (mnt.storage / "x").read_bytes() == data[:100]
 
 
+def test_rename_while_changing_in_place(mnt: Mounted) -> None:
+    (mnt / "x").write_bytes(b"data")
+    mnt.flush()
+    with open(mnt / "x", "r+b", buffering=0) as file:
+        file.write(b"DA")
+        os.rename(mnt / "x", mnt / "y")
+        assert os.listdir(mnt.point) == ["y"]
+        file.write(b"TA")
+    assert (mnt / "y").read_bytes() == b"DATA"
+    assert os.listdir(mnt.point) == ["y"]
+    mnt.flush()
+    assert (mnt.storage / "y").read_bytes() == b"DATA"
+    assert not (mnt.storage / "x").exists()
+
+
 def test_opening_for_writing_without_writing_changes_nothing(mnt: Mounted) -> None:
     (mnt / "x").write_bytes(b"data")
     mnt.flush()

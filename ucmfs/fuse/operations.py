@@ -749,15 +749,18 @@ class Operations(pyfuse3.Operations):
         if source.is_directory:
             await self._rename_directory(source, old, new)
             return
-        if source.writing is None:
+        if source.writing is None or source.writing.in_place:
+            # Under a block that is changed in place, the published version has the name for everybody else.
             await self.pipeline.rename(old, new)
-        for other in list(self.inodes.written(new)):
-            if other is not source:
-                # Who was writing there loses the name, as on any file system.
-                self.inodes.detach(other)
-        if source.writing is None:
             self._detach_named(new)
-        self.inodes.rename(source, new)
+            published = self.inodes.named(old)
+            if published is not None:
+                self.inodes.rename(published, new)
+        for other in list(self.inodes.written(new)):
+            # Who was writing there loses the name, as on any file system.
+            self.inodes.detach(other)
+        if source.writing is not None:
+            self.inodes.rename(source, new)
 
     async def _rename_directory(self, source: Inode, old: str, new: str) -> None:
         if new.startswith(old + "/"):
