@@ -24,6 +24,7 @@ __all__ = [
     "Changes",
     "State",
     "check_name",
+    "child_of",
     "digest_of",
     "looks_like_lock",
     "looks_temporary",
@@ -140,6 +141,11 @@ def check_name(name: str) -> str:
 def parent_of(name: str) -> str:
     """The directory that holds *name*; '' is the root."""
     return name.rpartition("/")[0]
+
+
+def child_of(directory: str, name: str) -> str:
+    """The name of what is called *name* in *directory*; '' is the root."""
+    return f"{directory}/{name}" if directory else name
 
 
 def pages(size: int) -> int:

@@ -155,13 +155,15 @@ class _Session:
             fds: list[int] = []
             return await self._dispatch(request, fds), fds
         except msgspec.MsgspecError as error:
-            return _fault(ProtocolError(f"not a request: {error}")), []
+            return protocol.Reply(fault=_fault(ProtocolError(f"not a request: {error}"))), []
         except UcmfsError as error:
-            return _fault(error), []
+            return protocol.Reply(fault=_fault(error)), []
         except Exception as error:  # the counterpart of the mount's wrapper: one bad request ends nothing
             log.exception("unexpected error in a request of pid %d", self.peer.pid)
             self._pipeline.counters.unexpected += 1
-            return _fault(UcmfsError(f"unexpected error in the daemon: {type(error).__name__}")), []
+            return protocol.Reply(
+                fault=_fault(UcmfsError(f"unexpected error in the daemon: {type(error).__name__}"))
+            ), []
 
     async def _dispatch(self, request: protocol.Request, fds: list[int]) -> protocol.Reply:
         names = getattr(request, "names", ())
@@ -210,7 +212,7 @@ class _Session:
                 rows.append(await act(item))
             except UcmfsError as error:
                 rows.append(None)
-                faults[row] = protocol.Fault(error.errno or errno.EIO, str(error))
+                faults[row] = _fault(error)
         return protocol.Reply(rows=rows, faults=faults)
 
     def _hello(self, request: protocol.Hello) -> protocol.Reply:
@@ -252,7 +254,7 @@ class _Session:
                 self._allow_path(name)
                 good.append(row)
             except UcmfsError as error:
-                faults[row] = protocol.Fault(error.errno or errno.EIO, str(error))
+                faults[row] = _fault(error)
         found = await self._pipeline.lookup([request.names[row] for row in good])
         rows: list[int | None] = [None] * len(request.names)
         for row, attributes in zip(good, found, strict=True):
@@ -291,7 +293,7 @@ class _Session:
             else:
                 assert block is not None
                 rows.append(None)
-                faults[row] = protocol.Fault(block.errno or errno.EIO, str(block))
+                faults[row] = _fault(block)
         return protocol.Reply(rows=rows, faults=faults)
 
     async def _open(self, name: str) -> OpenBlock:
@@ -398,8 +400,8 @@ class _Session:
         return protocol.Reply(result=result)
 
 
-def _fault(error: UcmfsError) -> protocol.Reply:
-    return protocol.Reply(fault=protocol.Fault(error.errno or errno.EIO, str(error)))
+def _fault(error: UcmfsError) -> protocol.Fault:
+    return protocol.Fault(error.errno or errno.EIO, str(error))
 
 
 def flushed_result(flushed: Flushed, error: str | None = None) -> dict[str, Any]:

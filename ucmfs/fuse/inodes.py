@@ -8,7 +8,7 @@ own, which its writers see under its name before anybody else does.
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 
 import pyfuse3
 import trio
@@ -16,7 +16,9 @@ import trio
 from ucmfs.block import Attributes
 from ucmfs.stages.cache import OpenBlock, Staging
 
-__all__ = ["FIRST_NUMBER", "Handle", "Inode", "Inodes", "Writing"]
+__all__ = ["FIRST_NUMBER", "STAT_BLOCK", "Handle", "Inode", "Inodes", "Writing", "entry_attributes"]
+
+STAT_BLOCK = 4096
 
 FIRST_NUMBER = 64
 """Numbers below are the root's and those of `.ucmfs/`."""
@@ -44,6 +46,13 @@ class Writing:
         """Ranges (from, to) of writes that got an error and were not written since: the block has holes there."""
         self.killed = False
         self.settled = trio.Event()
+
+    def is_seen_by(self, family: Set[int]) -> bool:
+        """Whether a process sees it, given the process and its ancestors.
+
+        A process that cannot be seen from here (pid 0, another pid namespace) has no family, and sees what POSIX says.
+        """
+        return not family or not family.isdisjoint(self.openers)
 
     def written(self, start: int, end: int) -> None:
         """A write succeeded: it mends what failed inside of it."""
@@ -281,3 +290,21 @@ class Inodes:
     def settle(self, inode: Inode) -> None:
         """*inode* lost its last handle: forget it if the kernel does not know it either."""
         self._drop_unused(inode)
+
+
+def entry_attributes(number: int, attributes: Attributes, ttl: float) -> pyfuse3.EntryAttributes:
+    """*attributes* as pyfuse3 takes them."""
+    entry = pyfuse3.EntryAttributes()
+    entry.st_ino = number
+    entry.entry_timeout = entry.attr_timeout = ttl
+    entry.st_mode = attributes.mode
+    entry.st_nlink = 2 if attributes.is_directory else 1
+    entry.st_uid = attributes.uid
+    entry.st_gid = attributes.gid
+    entry.st_size = attributes.size
+    entry.st_blksize = STAT_BLOCK
+    entry.st_blocks = -(-attributes.size // 512)
+    entry.st_atime_ns = attributes.atime_ns
+    entry.st_mtime_ns = attributes.mtime_ns
+    entry.st_ctime_ns = attributes.mtime_ns
+    return entry

@@ -19,15 +19,15 @@ import functools
 import logging
 import os
 import stat
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import pyfuse3
 import trio
 
-from ucmfs.block import OWN_XATTRS, Attributes, Changes, check_name, looks_like_lock, looks_temporary
+from ucmfs.block import OWN_XATTRS, Attributes, Changes, check_name, child_of, looks_like_lock, looks_temporary
 from ucmfs.errors import BlockExists, BlockNotFound, UcmfsError
-from ucmfs.fuse.inodes import Inode, Inodes, Writing
+from ucmfs.fuse.inodes import STAT_BLOCK, Inode, Inodes, Writing, entry_attributes
 from ucmfs.fuse.passthrough import Backing
 from ucmfs.fuse.process import being_killed, lineage, process_of
 from ucmfs.fuse.virtual import DIRECTORY_NAME, Virtual
@@ -44,7 +44,6 @@ R = TypeVar("R")
 
 SETTLE_WAIT = 0.25
 """Seconds that a lookup waits for a block whose writer closed it, where the kernel is late to say it was the last."""
-STAT_BLOCK = 4096
 _OUR_HALF = 0xFFFFFFFF
 """Of a file handle; the other half is the backing id that the relay passes on."""
 
@@ -81,9 +80,14 @@ class _Listing:
     def __init__(self, inode: Inode) -> None:
         self.inode = inode
         self.position = 0
-        self.batches: AsyncIterator[Sequence[Entry]] | None = None
+        self.batches: AsyncGenerator[Sequence[Entry], None] | None = None
         self.batch: Sequence[Entry] = ()
         self.at = 0
+
+    async def close(self) -> None:
+        """Let go of the stream."""
+        if self.batches is not None:
+            await self.batches.aclose()
 
 
 class Operations(pyfuse3.Operations):
@@ -109,10 +113,7 @@ class Operations(pyfuse3.Operations):
         directory = self.inodes.get(parent)
         if directory.orphan:
             raise pyfuse3.FUSEError(errno.ENOENT)
-        path = os.fsdecode(name)
-        if directory.name:
-            path = f"{directory.name}/{path}"
-        return check_name(path)
+        return check_name(child_of(directory.name, os.fsdecode(name)))
 
     def _refuse_virtual(self, parent: int, *names: bytes) -> None:
         """`.ucmfs` and what is in it are not for changing."""
@@ -127,8 +128,7 @@ class Operations(pyfuse3.Operations):
         family = set(lineage(pid))
         for inode in reversed(inodes):
             writing = inode.writing
-            # A process that cannot be seen from here (pid 0, another pid namespace) sees what POSIX says.
-            if writing is not None and (not family or not family.isdisjoint(writing.openers)):
+            if writing is not None and writing.is_seen_by(family):
                 return inode
         for inode in list(inodes):
             if inode.writing is not None and not inode.writing.claimed:
@@ -256,7 +256,7 @@ class Operations(pyfuse3.Operations):
         key = os.fsdecode(name)
         if inode is None or not key.startswith("user."):
             raise pyfuse3.FUSEError(pyfuse3.ENOATTR)
-        value = (await self._xattrs(inode)).get(key)
+        value = (await self._xattrs_like(inode, key)).get(key)
         if value is None:
             raise pyfuse3.FUSEError(pyfuse3.ENOATTR)
         return value
@@ -264,32 +264,40 @@ class Operations(pyfuse3.Operations):
     @handler
     async def listxattr(self, number: int, ctx: pyfuse3.RequestContext) -> Sequence[bytes]:
         inode = self._with_xattrs(number)
-        return [] if inode is None else [os.fsencode(key) for key in await self._xattrs(inode)]
+        if inode is None:
+            return []
+        return [os.fsencode(key) for key in [*await self._users_xattrs(inode), *await self._own_xattrs(inode)]]
 
     def _with_xattrs(self, number: int) -> Inode | None:
         return None if self.virtual.owns(number) else self.inodes.get(number)
 
-    async def _xattrs(self, inode: Inode) -> dict[str, bytes]:
-        """The user's xattrs, and for a published block those that ucmfs tells."""
+    async def _xattrs_like(self, inode: Inode, key: str) -> dict[str, bytes]:
+        """The xattrs among which *key* is, if it is there. Only ours may cost a digest."""
+        return await (self._own_xattrs(inode) if key.startswith(OWN_XATTRS) else self._users_xattrs(inode))
+
+    async def _users_xattrs(self, inode: Inode) -> dict[str, bytes]:
         if inode.writing is not None:
             return self.pipeline.staging_xattrs(inode.writing.staging)
         if inode.orphan:
             return {}
-        found = {
-            key: value
-            for key, value in (await self.pipeline.xattrs(inode.name)).items()
-            if not key.startswith(OWN_XATTRS)
-        }
-        if inode.is_directory:
-            return found
+        found = await self.pipeline.xattrs(inode.name)
+        return {key: value for key, value in found.items() if not key.startswith(OWN_XATTRS)}
+
+    async def _own_xattrs(self, inode: Inode) -> dict[str, bytes]:
+        """What ucmfs tells of a published block."""
+        if inode.writing is not None or inode.orphan or inode.is_directory:
+            return {}
         location = await self.pipeline.locate(inode.name)
-        if location is not None:
-            found[OWN_XATTRS + "stage"] = ",".join(location.stages).encode()
-            found[OWN_XATTRS + "state"] = location.state.encode()
-            if location.digest is not None:
-                found[OWN_XATTRS + "digest"] = location.digest.encode()
-            if location.pinned:
-                found[OWN_XATTRS + "pin"] = b"1"
+        if location is None:
+            return {}
+        found = {
+            OWN_XATTRS + "stage": ",".join(location.stages).encode(),
+            OWN_XATTRS + "state": location.state.encode(),
+        }
+        if location.digest is not None:
+            found[OWN_XATTRS + "digest"] = location.digest.encode()
+        if location.pinned:
+            found[OWN_XATTRS + "pin"] = b"1"
         return found
 
     @handler
@@ -300,7 +308,7 @@ class Operations(pyfuse3.Operations):
     async def removexattr(self, number: int, name: bytes, ctx: pyfuse3.RequestContext) -> None:
         key = os.fsdecode(name)
         inode = self._with_xattrs(number)
-        if inode is not None and key not in await self._xattrs(inode):
+        if inode is not None and key not in await self._xattrs_like(inode, key):
             raise pyfuse3.FUSEError(pyfuse3.ENOATTR)
         await self._set_xattr(number, key, None)
 
@@ -364,9 +372,7 @@ class Operations(pyfuse3.Operations):
         if any(self.inodes.written_below(path)):
             raise pyfuse3.FUSEError(errno.ENOTEMPTY)
         await self.pipeline.remove_directory(path)
-        inode = self.inodes.named(path)
-        if inode is not None:
-            self.inodes.detach(inode)
+        self._detach_named(path)
 
     @handler
     async def opendir(self, number: int, ctx: pyfuse3.RequestContext) -> int:
@@ -385,6 +391,7 @@ class Operations(pyfuse3.Operations):
             self.virtual.readdir(start_id, token)
             return
         if listing.batches is None or start_id < listing.position:
+            await listing.close()
             listing.batches = self.pipeline.scan(listing.inode.name)
             listing.batch, listing.at, listing.position = (), 0, 0
         while True:
@@ -402,9 +409,7 @@ class Operations(pyfuse3.Operations):
 
     def _show(self, listing: _Listing, entry: Entry, token: pyfuse3.ReaddirToken) -> bool:
         """Put *entry* in the reply; False if there is no room left in it."""
-        directory = listing.inode.name
-        name = f"{directory}/{entry.name}" if directory else entry.name
-        inode = self.inodes.bind(name, entry.attributes)
+        inode = self.inodes.bind(child_of(listing.inode.name, entry.name), entry.attributes)
         shown: bool = pyfuse3.readdir_reply(token, os.fsencode(entry.name), self._entry(inode), listing.position + 1)
         if shown:
             inode.lookups += 1
@@ -412,9 +417,7 @@ class Operations(pyfuse3.Operations):
 
     @handler
     async def releasedir(self, fh: int) -> None:
-        listing = self._listings.pop(fh)
-        if listing.batches is not None and hasattr(listing.batches, "aclose"):
-            await listing.batches.aclose()
+        await self._listings.pop(fh).close()
 
     @handler
     async def fsyncdir(self, fh: int, datasync: bool) -> None:
@@ -516,8 +519,7 @@ class Operations(pyfuse3.Operations):
             return True
         if not writing.in_place and (looks_temporary(inode.name) or looks_like_lock(inode.name)):
             return True
-        family = set(lineage(pid))
-        return not family or not family.isdisjoint(writing.openers)
+        return writing.is_seen_by(set(lineage(pid)))
 
     async def _open_published(self, inode: Inode) -> None:
         async with inode.locked():
@@ -808,21 +810,3 @@ class Operations(pyfuse3.Operations):
                 inode.file.close()
                 inode.file = None
         self.inodes.handles.clear()
-
-
-def entry_attributes(number: int, attributes: Attributes, ttl: float) -> pyfuse3.EntryAttributes:
-    """*attributes* as pyfuse3 takes them."""
-    entry = pyfuse3.EntryAttributes()
-    entry.st_ino = number
-    entry.entry_timeout = entry.attr_timeout = ttl
-    entry.st_mode = attributes.mode
-    entry.st_nlink = 2 if attributes.is_directory else 1
-    entry.st_uid = attributes.uid
-    entry.st_gid = attributes.gid
-    entry.st_size = attributes.size
-    entry.st_blksize = STAT_BLOCK
-    entry.st_blocks = -(-attributes.size // 512)
-    entry.st_atime_ns = attributes.atime_ns
-    entry.st_mtime_ns = attributes.mtime_ns
-    entry.st_ctime_ns = attributes.mtime_ns
-    return entry

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping
 import pyfuse3
 
 from ucmfs.block import Attributes
+from ucmfs.fuse.inodes import entry_attributes
 
 __all__ = ["DIRECTORY_NAME", "Virtual"]
 
@@ -31,7 +32,7 @@ class Virtual:
 
     def __init__(self, files: Mapping[str, Text]) -> None:
         now = time.time_ns()
-        self.directory = Attributes(0, now, stat.S_IFDIR | 0o755, atime_ns=now)
+        self.directory = Attributes(0, now, stat.S_IFDIR | 0o755, os.geteuid(), os.getegid(), now)
         self._names = {name.encode(): number for number, name in enumerate(files, _FIRST_FILE)}
         self._texts = dict(enumerate(files.values(), _FIRST_FILE))
         self._has_socket = False
@@ -57,16 +58,9 @@ class Virtual:
         else:
             # Who may connect is decided by who can reach the mount; who may do what, by the blocks' modes.
             mode = stat.S_IFSOCK | 0o666 if number == _SOCKET else stat.S_IFREG | 0o444
-            attributes = Attributes(0, time.time_ns(), mode)
-        entry = pyfuse3.EntryAttributes()
-        entry.st_ino = number
-        entry.st_mode = attributes.mode
-        entry.st_nlink = 2 if attributes.is_directory else 1
-        entry.st_uid, entry.st_gid = os.geteuid(), os.getegid()
-        entry.st_size = 0
-        entry.st_mtime_ns = entry.st_ctime_ns = entry.st_atime_ns = attributes.mtime_ns
-        entry.entry_timeout = entry.attr_timeout = _TTL
-        return entry
+            now = time.time_ns()
+            attributes = Attributes(0, now, mode, os.geteuid(), os.getegid(), now)
+        return entry_attributes(number, attributes, _TTL)
 
     def make_socket(self, name: bytes) -> pyfuse3.EntryAttributes:
         """The daemon binds its socket."""

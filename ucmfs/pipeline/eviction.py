@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import trio
 
+from ucmfs.block import pages
 from ucmfs.errors import StageFull
 from ucmfs.stages.cache import Cache, Cached, Staging
 
@@ -78,6 +79,12 @@ class Room:
             cache.count(nbytes)
         staging.charge += nbytes
         staging.pending += nbytes
+
+    async def hold(self, staging: Staging, size: int, *, wait: bool = True) -> None:
+        """Reserve room for all *size* bytes of *staging*, to be kept whatever is written. Raises StageFull."""
+        await self.reserve(staging, pages(size), wait=wait)
+        staging.floor = pages(size)
+        staging.pending -= pages(size)
 
     def _make(self, nbytes: int) -> bool:
         """Evict until *nbytes* are free; whether they are."""

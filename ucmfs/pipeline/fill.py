@@ -6,9 +6,10 @@ import logging
 import os
 from collections.abc import Sequence
 
+import msgspec
 import trio
 
-from ucmfs.block import Attributes, digest_of, pages
+from ucmfs.block import Attributes, digest_of
 from ucmfs.errors import BlockCorrupt, BlockNotFound, NotABlock, StageError, StageFull, UcmfsError
 from ucmfs.pipeline.eviction import Room
 from ucmfs.pipeline.names import KnownBelow
@@ -131,10 +132,7 @@ class Fills:
         staging = self._cache.stage_file(found)
         committed = False
         try:
-            need = pages(found.size)
-            await self._room.reserve(staging, need, wait=False)
-            staging.floor = need
-            staging.pending -= need
+            await self._room.hold(staging, found.size, wait=False)
             [copied] = await stage.read([(name, staging.fd)])
             if isinstance(copied, UcmfsError):
                 raise copied
@@ -147,9 +145,7 @@ class Fills:
             block = self._cache.commit(staging, name, dirty=False, attributes=copied)
             committed = True
             block.below = True
-            block.attributes = Attributes(
-                copied.size, copied.mtime_ns, copied.mode, copied.uid, copied.gid, copied.atime_ns
-            )
+            block.attributes = msgspec.structs.replace(copied, xattrs=None)
             self._counters.fills += 1
             self._counters.filled_bytes += copied.size
             if depth:

@@ -10,14 +10,14 @@ import errno
 import logging
 import os
 import stat
-from collections.abc import AsyncIterator, Iterable, Sequence
-from contextlib import asynccontextmanager
-from typing import Any
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import aclosing, asynccontextmanager
+from typing import Any, TypeVar
 
 import msgspec
 import trio
 
-from ucmfs.block import DIGEST_XATTR, OWN_XATTRS, PAGE, Attributes, Changes, State, digest_of, pages
+from ucmfs.block import DIGEST_XATTR, OWN_XATTRS, PAGE, Attributes, Changes, State, child_of, digest_of, pages
 from ucmfs.config import PipelineOptions
 from ucmfs.errors import (
     BlockExists,
@@ -41,6 +41,7 @@ __all__ = ["Location", "Pipeline"]
 log = logging.getLogger(__name__)
 
 PREFETCH_QUEUE = 1 << 16
+T = TypeVar("T")
 
 
 class Location(msgspec.Struct, frozen=True):
@@ -186,7 +187,7 @@ class Pipeline:
         except UcmfsError as error:
             log.debug("directory %s is not known in the Cache: %s", name, error)
 
-    async def scan(self, directory: str) -> AsyncIterator[Sequence[Entry]]:
+    async def scan(self, directory: str) -> AsyncGenerator[Sequence[Entry], None]:
         """Stream the entries of *directory* over all stages in batches, each once, nearest stage first."""
         above: list[Stage] = []
         for stage in (self.cache, *self.lower):
@@ -200,8 +201,7 @@ class Pipeline:
 
     async def _not_above(self, above: Sequence[Stage], directory: str, batch: Sequence[Entry]) -> Sequence[Entry]:
         for stage in above:
-            names = [f"{directory}/{entry.name}" if directory else entry.name for entry in batch]
-            there = await stage.lookup(names)
+            there = await stage.lookup([child_of(directory, entry.name) for entry in batch])
             batch = [entry for entry, found in zip(batch, there, strict=True) if found is None]
         return batch
 
@@ -213,7 +213,7 @@ class Pipeline:
         if block is not None:
             labels.append(self.cache.label)
             size = block.attributes.size
-            digest = await self.digest(name)
+            digest = await self._digest(block)
         for stage in self.lower:
             [found] = await stage.lookup([name], xattrs=True)
             # An older version below a dirty block is not this block.
@@ -234,11 +234,8 @@ class Pipeline:
                 return dict(found.xattrs or {})
         raise BlockNotFound(name)
 
-    async def digest(self, name: str) -> str | None:
-        """The digest of block *name*; taken now if the Cache has it and it was not taken yet."""
-        block = self.cache.blocks.get(name)
-        if block is None:
-            return await self._digest_below(name)
+    async def _digest(self, block: Cached) -> str:
+        """The digest of *block*; taken now if it was not taken yet."""
         known = self.cache.xattrs(block).get(DIGEST_XATTR)
         if known is not None:
             return known.decode()
@@ -250,13 +247,6 @@ class Pipeline:
             return found
         finally:
             source.close()
-
-    async def _digest_below(self, name: str) -> str | None:
-        for stage in self.lower:
-            [found] = await stage.lookup([name], xattrs=True)
-            if found is not None:
-                return found.digest
-        raise BlockNotFound(name)
 
     # Reading
 
@@ -311,12 +301,10 @@ class Pipeline:
         staging = self.cache.stage_file(attributes)
         if size:
             try:
-                await self.room.reserve(staging, pages(size), wait=wait)
+                await self.room.hold(staging, size, wait=wait)
             except BaseException:
                 self.cache.abandon(staging)
                 raise
-            staging.floor = pages(size)
-            staging.pending -= pages(size)
         return staging
 
     async def write(self, staging: Staging, offset: int, data: bytes | memoryview) -> int:
@@ -425,11 +413,7 @@ class Pipeline:
         removed = block is not None
         async with self.locks.hold([name]):
             self._drop(name)
-            for stage in self.lower:
-                [gone] = await stage.remove([name])
-                if isinstance(gone, UcmfsError):
-                    raise gone
-                removed = removed or gone
+            removed = await _in_each(self.lower, lambda stage: _one(stage.remove([name]))) or removed
             self._changed(name)
         return removed
 
@@ -445,7 +429,7 @@ class Pipeline:
             self._move(old, new)
             return
         async with self.locks.hold([old, new]):
-            moved = await self._rename_below(old, new)
+            moved = await _in_each(self.lower, lambda stage: _one(stage.rename([(old, new)])))
             moved = self._move(old, new) or moved
             if not moved:
                 raise BlockNotFound(old)
@@ -454,16 +438,6 @@ class Pipeline:
                 self._drop(new)
             self._changed(old)
             self._changed(new)
-
-    async def _rename_below(self, old: str, new: str) -> bool:
-        """Rename a block or directory in the stages below; whether any had it. The caller orders it with others."""
-        moved = False
-        for stage in self.lower:
-            [done] = await stage.rename([(old, new)])
-            if isinstance(done, UcmfsError):
-                raise done
-            moved = moved or done
-        return moved
 
     def _move(self, old: str, new: str) -> bool:
         moved = self.cache.move(old, new)
@@ -486,28 +460,25 @@ class Pipeline:
 
     async def remove_directory(self, name: str) -> None:
         """Remove an empty directory. Raises BlockNotFound, BlockError ENOTEMPTY."""
-        async for batch in self.scan(name):
-            if batch:
-                raise from_errno(errno.ENOTEMPTY, name)
+        await self._check_empty(name)
         async with self.locks.hold([name]):
-            removed = False
-            for stage in (*self.lower, self.cache):
-                gone = await stage.remove_directory(name)
-                if isinstance(gone, UcmfsError):
-                    raise gone
-                removed = removed or gone
+            removed = await _in_each((*self.lower, self.cache), lambda stage: stage.remove_directory(name))
             self.known.forget(name)
         if not removed:
             raise BlockNotFound(name)
 
+    async def _check_empty(self, directory: str) -> None:
+        async with aclosing(self.scan(directory)) as batches:
+            async for batch in batches:
+                if batch:
+                    raise from_errno(errno.ENOTEMPTY, directory)
+
     async def rename_directory(self, old: str, new: str) -> None:
         """Rename a directory with all below it. Raises BlockNotFound, BlockError ENOTEMPTY."""
-        async for batch in self.scan(new):
-            if batch:
-                raise from_errno(errno.ENOTEMPTY, new)
+        await self._check_empty(new)
         # No batch may be under way to the old names.
         async with self.write_back.batches:
-            moved = await self._rename_below(old, new)
+            moved = await _in_each(self.lower, lambda stage: _one(stage.rename([(old, new)])))
             self.fills.changed_below(old)
             prefix = old + "/"
             dirty = [name for name, block in self.cache.blocks.items() if block.dirty and name.startswith(prefix)]
@@ -530,11 +501,8 @@ class Pipeline:
             if block.dirty or only_atime:
                 return
         async with self.locks.hold([name]):
-            for stage in self.lower if block is not None else (self.cache, *self.lower):
-                done = await stage.update(name, changes)
-                if isinstance(done, UcmfsError):
-                    raise done
-                found = found or done
+            stages = self.lower if block is not None else (self.cache, *self.lower)
+            found = await _in_each(stages, lambda stage: stage.update(name, changes)) or found
             self.known.forget(name)
         if not found:
             raise BlockNotFound(name)
@@ -659,6 +627,23 @@ class Pipeline:
             "unexpected": counters.unexpected,
             "errors": dict(counters.errors),
         }
+
+
+async def _one(rows: Awaitable[Sequence[T]]) -> T:
+    """The only row of a batch of one."""
+    [row] = await rows
+    return row
+
+
+async def _in_each(stages: Iterable[Stage], act: Callable[[Stage], Awaitable[bool | UcmfsError]]) -> bool:
+    """Do *act* in one of *stages* after the other; whether any had what it is about. Raises what a stage says."""
+    found = False
+    for stage in stages:
+        done = await act(stage)
+        if isinstance(done, UcmfsError):
+            raise done
+        found = found or done
+    return found
 
 
 def user_xattrs(fd: int) -> dict[str, bytes]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Sequence
+from itertools import islice
 
 import msgspec
 import trio
@@ -119,12 +120,13 @@ class WriteBack:
 
     def _due(self) -> list[str]:
         now = trio.current_time()
-        fresh = sum(1 for pending in self._queue.values() if not pending.tries)
-        everything = self._urgent or fresh >= self._batch_size
-        due = [
+        # Neither look goes further than a batch: the queue may be as long as the Cache is large.
+        fresh = (pending for pending in self._queue.values() if not pending.tries)
+        everything = self._urgent or sum(1 for _ in islice(fresh, self._batch_size)) == self._batch_size
+        due = (
             name for name, pending in self._queue.items() if pending.due <= now or (everything and not pending.tries)
-        ]
-        return due[: self._batch_size]
+        )
+        return list(islice(due, self._batch_size))
 
     async def flush(self, names: Iterable[str] | None = None, *, timeout: float | None = None) -> Flushed:
         """Write *names* back (all that do not look temporary for None) and wait until it is done.
@@ -143,9 +145,11 @@ class WriteBack:
         with trio.move_on_after(math.inf if timeout is None else timeout):
             async with self._progress:
                 # Progress is announced under the same lock: none can be missed between the look and the wait.
-                while any(block.dirty and self._hopeful(block) for block in wanted.values()):
-                    self.urge()
-                    await self._progress.wait()
+                # Each block is waited for in turn: what is settled is not looked at again.
+                for block in wanted.values():
+                    while block.dirty and self._hopeful(block):
+                        self.urge()
+                        await self._progress.wait()
         left = [block.name for block in wanted.values() if block.dirty and self._is_current(block)]
         errors = [pending.error for name in left if (pending := self._queue.get(name)) and pending.error]
         return Flushed(left, errors[-1] if errors else None)

@@ -33,10 +33,11 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, ClassVar, Protocol, Self
 
+import msgspec
 import pydantic
 import trio
 
-from ucmfs.block import OWN_XATTRS, Attributes, Changes, check_name, pages, parent_of
+from ucmfs.block import OWN_XATTRS, Attributes, Changes, check_name, child_of, pages, parent_of
 from ucmfs.config import Options, machine_memory
 from ucmfs.errors import (
     BlockBusy,
@@ -213,7 +214,7 @@ class Cache(Stage):
         await trio.to_thread.run_sync(self._recover)
 
     async def stop(self) -> None:
-        self._reap()
+        self.reclaim()
         if self._lock is None:
             return
         if self.temporary and not self.dirty_blocks:
@@ -345,17 +346,6 @@ class Cache(Stage):
         os.rename(source, self._path(block))
         self._shelve(block)
 
-    def mark_dirty(self, block: Cached) -> None:
-        """What the next persistent stage has is no longer what *block* is."""
-        if block.dirty:
-            return
-        source = self._path(block)
-        block.dirty = True
-        self.dirty_blocks += 1
-        self.dirty_bytes += block.charge
-        os.rename(source, self._path(block))
-        self._shelve(block)
-
     # Reading
 
     def open_block(self, block: Cached) -> OpenBlock:
@@ -376,7 +366,7 @@ class Cache(Stage):
         if block.opens:
             return
         if block.retired is not None:
-            self._reap()
+            self.reclaim()
         else:
             self._shelve(block)
 
@@ -498,7 +488,7 @@ class Cache(Stage):
             return self.directory_attributes(name)
         if not xattrs:
             return block.attributes
-        return Attributes(*_stat_fields(block.attributes), self.xattrs(block))
+        return msgspec.structs.replace(block.attributes, xattrs=self.xattrs(block))
 
     def directory_attributes(self, name: str) -> Attributes | None:
         """Attributes of directory *name* ('' is the root), None where the Cache does not know it."""
@@ -528,7 +518,7 @@ class Cache(Stage):
         source = self.open_block(block)
         try:
             copy_whole(source.fd, fd, block.attributes.size)
-            return Attributes(*_stat_fields(block.attributes), self.xattrs(block))
+            return msgspec.structs.replace(block.attributes, xattrs=self.xattrs(block))
         except OSError as error:
             return from_os_error(error, name)
         finally:
@@ -576,7 +566,7 @@ class Cache(Stage):
             with suppress(FileNotFoundError):
                 return Entry(entry.name, Attributes.of(entry.stat(follow_symlinks=False)))
             return None
-        block = self.blocks.get(f"{directory}/{entry.name}" if directory else entry.name)
+        block = self.blocks.get(child_of(directory, entry.name))
         # A block that became clean in mid-scan would be met twice.
         if block is None or block.dirty != (tree == self._dirty):
             return None
@@ -722,17 +712,12 @@ class Cache(Stage):
         else:
             self.count(-block.charge)
 
-    def _reap(self) -> None:
-        """Free retired blocks that nobody has open any more."""
+    def reclaim(self) -> None:
+        """Free retired blocks that nobody has open any more, also not a process that they were lent to."""
         for block in [block for block in self._retired if not self._in_use(block)]:
             os.unlink(self._path(block))
             self._retired.discard(block)
             self.count(-block.charge)
-
-    def reclaim(self) -> None:
-        """Look again whether processes closed the retired blocks that were lent to them."""
-        if self._retired:
-            self._reap()
 
     def age(self) -> float:
         """Seconds since the oldest dirty block was written; 0 where none is dirty."""
@@ -740,32 +725,13 @@ class Cache(Stage):
         return max(0.0, time.time() - min(times) / 1e9) if times else 0.0
 
 
-def _stat_fields(attributes: Attributes) -> tuple[int, int, int, int, int, int]:
-    return (
-        attributes.size,
-        attributes.mtime_ns,
-        attributes.mode,
-        attributes.uid,
-        attributes.gid,
-        attributes.atime_ns,
-    )
-
-
 def _merge(attributes: Attributes, changes: Changes) -> Attributes:
-    def pick(new: int | None, old: int) -> int:
-        return old if new is None else new
-
-    mode = attributes.mode
+    given = {
+        name: value for name in ("mtime_ns", "uid", "gid", "atime_ns") if (value := getattr(changes, name)) is not None
+    }
     if changes.mode is not None:
-        mode = stat.S_IFMT(mode) | stat.S_IMODE(changes.mode)
-    return Attributes(
-        attributes.size,
-        pick(changes.mtime_ns, attributes.mtime_ns),
-        mode,
-        pick(changes.uid, attributes.uid),
-        pick(changes.gid, attributes.gid),
-        pick(changes.atime_ns, attributes.atime_ns),
-    )
+        given["mode"] = stat.S_IFMT(attributes.mode) | stat.S_IMODE(changes.mode)
+    return msgspec.structs.replace(attributes, **given)
 
 
 def _open_elsewhere(path: str) -> bool:

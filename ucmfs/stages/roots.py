@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import xxhash
 
-from ucmfs.block import NAME_MAX, PAGE, Attributes, Changes, check_name, parent_of
+from ucmfs.block import NAME_MAX, PAGE, Attributes, Changes, check_name, child_of, parent_of
 from ucmfs.errors import (
     BlockBusy,
     BlockExists,
@@ -248,7 +248,7 @@ class Roots:
                         yield rows
 
     def _entry(self, root: Root, directory: str, entry: os.DirEntry[str]) -> Entry | None:
-        name = f"{directory}/{entry.name}" if directory else entry.name
+        name = child_of(directory, entry.name)
         if _is_own(name):
             return None
         found = self._visible(entry.path)
@@ -295,7 +295,9 @@ class Roots:
                 os.ftruncate(target, before.st_size)
                 failure: OSError | None = None
                 try:
-                    self._copy_from(root, source, target, before.st_size, buffer)
+                    size = before.st_size
+                    direct = None if buffer is None else partial(read_direct, source, target, size, buffer)
+                    self._copy(root, source, target, size, direct)
                 except OSError as error:
                     # It may have failed because the file was cut short meanwhile.
                     failure = error
@@ -310,10 +312,11 @@ class Roots:
                 break
         raise BlockBusy(name, "another program writes to the file while it is read; try again later")
 
-    def _copy_from(self, root: Root, source: int, target: int, size: int, buffer: mmap.mmap | None) -> None:
-        if root.direct and buffer is not None:
+    def _copy(self, root: Root, source: int, target: int, size: int, direct: Callable[[], None] | None) -> None:
+        """Copy with *direct*, where *root* takes O_DIRECT, else through the page cache."""
+        if root.direct and direct is not None:
             try:
-                read_direct(source, target, size, buffer)
+                direct()
                 return
             except OSError as error:
                 if error.errno not in DIRECT_REFUSED:
@@ -351,7 +354,9 @@ class Roots:
                 with create_file(temporary) as target:
                     # Before the bytes, for it may refuse; after the file is made, which fails if the storage is gone.
                     changed = self._make_parents(home, name)
-                    self._copy_to(home, source, target, item.attributes.size)
+                    size = item.attributes.size
+                    direct = partial(write_direct, source, target, size) if size >= PAGE else None
+                    self._copy(home, source, target, size, direct)
                     apply_attributes(target, item.attributes)
                     if durable:
                         # Mode, times and xattrs reach the journal before the rename, and sync_directory() syncs that.
@@ -365,17 +370,6 @@ class Roots:
         for other in others:
             self._unlink_block(other.at(name))
         return changed
-
-    def _copy_to(self, root: Root, source: int, target: int, size: int) -> None:
-        if root.direct and size >= PAGE:
-            try:
-                write_direct(source, target, size)
-                return
-            except OSError as error:
-                if error.errno not in DIRECT_REFUSED:
-                    raise
-                root.refuse_direct(error)
-        copy_whole(source, target, size)
 
     def _move_into(self, path: str, root: Root, name: str) -> set[str]:
         """Rename *path* to block or directory *name* of *root*; give the directories that gained an entry."""
