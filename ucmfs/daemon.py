@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import resource
@@ -24,7 +23,8 @@ import yaml
 from ucmfs.config import Section, masked
 from ucmfs.control import protocol, server
 from ucmfs.errors import MountError, sole_error
-from ucmfs.fuse.link import RelayLink, make_read_only, why_no_relay
+from ucmfs.fuse import mounts
+from ucmfs.fuse.link import RelayLink, why_no_relay
 from ucmfs.fuse.operations import Operations
 from ucmfs.fuse.virtual import Virtual
 from ucmfs.pipeline import builder
@@ -39,9 +39,6 @@ MIN_TASKS = 10
 LAST_FLUSH = 30.0
 """Seconds that the end of a mount waits for dirty blocks; what is left is found by the next mount."""
 _BACKLOG = 128
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_SYS_OPEN_TREE, _OPEN_TREE_CLONE, _AT_FDCWD = 428, 1, -100
 
 
 def check(section: Section) -> None:
@@ -121,7 +118,7 @@ class _Mount:
                         nursery.start_soon(self._heed_relay, self._link)
                     await trio.to_thread.run_sync(self._bind)
                     if self._read_only:
-                        await trio.to_thread.run_sync(make_read_only, self._mount_point, self._options)
+                        await trio.to_thread.run_sync(mounts.make_read_only, self._mount_point, self._options)
                     assert self._listener is not None
                     hooks = server.Hooks(
                         self._operations.changed_elsewhere, self._unmount, lambda: self._answered.set(), self._stats
@@ -182,11 +179,10 @@ class _Mount:
         A bound socket holds the mount it was bound through, which would keep the user from unmounting it. So it goes
         through a private copy of the mount that nobody sees, where the kernel lets us make one.
         """
-        root: int = _libc.syscall(
-            _SYS_OPEN_TREE, _AT_FDCWD, os.fsencode(self._mount_point), _OPEN_TREE_CLONE | os.O_CLOEXEC
-        )
-        if root < 0:
-            log.info("no private copy of the mount (%s): unmount with `ucmfs umount`", os.strerror(ctypes.get_errno()))
+        try:
+            root = mounts.private_copy(self._mount_point)
+        except OSError as error:
+            log.info("no private copy of the mount (%s): unmount with `ucmfs umount`", error.strerror)
             root = os.open(self._mount_point, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         self._anchor = root
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -243,11 +239,11 @@ class _Mount:
     def _umount(self, force: bool) -> str | None:
         """Take the mount away; None, or why it stays."""
         if os.geteuid() == 0:
-            mnt_detach, no_follow = 2, 8
-            flags = no_follow | (mnt_detach if force else 0)
-            if _libc.umount2(os.fsencode(self._mount_point), flags) == 0:
-                return None
-            return f"{self._mount_point}: {os.strerror(ctypes.get_errno())}; close the files that are open on it"
+            try:
+                mounts.umount(self._mount_point, lazy=force)
+            except OSError as error:
+                return f"{self._mount_point}: {error.strerror}; close the files that are open on it"
+            return None
         if self._operations.inodes.handles and not force:
             return f"{self._mount_point}: close the files that are open on it"
         # Without a private copy of the mount, the connections of the socket hold it: only a lazy unmount succeeds.

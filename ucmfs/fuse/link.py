@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
 import logging
 import os
 import platform
@@ -12,11 +12,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ucmfs.errors import MountError
-from ucmfs.fuse import relay
+from ucmfs.fuse import mounts, relay
 from ucmfs.fuse.passthrough import Backing
 
-__all__ = ["RelayLink", "make_read_only", "why_no_relay"]
+__all__ = ["RelayLink", "why_no_relay"]
 
 log = logging.getLogger(__name__)
 
@@ -27,52 +26,20 @@ SOCKET_BUFFER = 8 << 20
 RELAY_EXIT = 10.0
 """Seconds that the relay may take to see that its socket is closed."""
 
-_libc = ctypes.CDLL(None, use_errno=True)
-_MOUNT_FLAGS = {
-    "rw": 0,
-    "ro": 1,
-    "nosuid": 2,
-    "nodev": 4,
-    "noexec": 8,
-    "sync": 16,
-    "async": 0,
-    "dirsync": 128,
-    "atime": 0,
-    "noatime": 1024,
-    "nodiratime": 2048,
-}
-_NOSUID_NODEV = 2 | 4
-_REMOUNT_BIND = 32 | 4096
 _ALWAYS = frozenset({"default_permissions", "allow_other"})
-_MNT_DETACH = 2
 
 
 def why_no_relay(options: frozenset[str]) -> str | None:
     """None where passthrough may work for a mount with *options*, else why it cannot."""
     if os.geteuid() != 0:
         return "passthrough needs root (CAP_SYS_ADMIN)"
-    others = sorted(options - _ALWAYS - _MOUNT_FLAGS.keys())
+    others = sorted(options - _ALWAYS - mounts.FLAGS.keys())
     if others:
         return f"mount option {others[0]} is libfuse's, and so the mount is"
     found = re.match(r"(\d+)\.(\d+)", platform.release())
     if found is None or tuple(map(int, found.groups())) < FIRST_KERNEL:
         return f"passthrough needs Linux {FIRST_KERNEL[0]}.{FIRST_KERNEL[1]}; this is {platform.release()}"
     return None
-
-
-def _flags(options: frozenset[str]) -> int:
-    flags = _NOSUID_NODEV
-    for option in options:
-        flags |= _MOUNT_FLAGS.get(option, 0)
-    return flags
-
-
-def make_read_only(mount_point: Path, options: frozenset[str]) -> None:
-    """Make the mount that users see read-only; the daemon's own copy of it stays as it is. Raises MountError."""
-    flags = ctypes.c_ulong(_REMOUNT_BIND | _flags(options | {"ro"}))
-    if _libc.mount(None, os.fsencode(mount_point), None, flags, None) != 0:
-        code = ctypes.get_errno()
-        raise MountError(f"{mount_point}: cannot be made read-only: {os.strerror(code)}", code=code)
 
 
 class RelayLink:
@@ -88,22 +55,23 @@ class RelayLink:
         for end in (ours, theirs):
             end.setsockopt(socket.SOL_SOCKET, so_sndbufforce, SOCKET_BUFFER)
         self.ended_fd, told = os.pipe2(os.O_CLOEXEC)
+        fds = (self._fuse, theirs.fileno(), told)
         try:
-            self._mount(options)
+            mounts.mount_fuse(self._fuse, mount_point, options)
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", relay.__file__, *map(str, fds)],
+                pass_fds=fds,
+                stdin=subprocess.DEVNULL,
+                # A Ctrl-C is for the daemon, which ends the mount in order.
+                start_new_session=True,
+            )
         except BaseException:
+            self._take_away()
             for fd in (self._fuse, self.ended_fd, told):
                 os.close(fd)
             ours.close()
             theirs.close()
             raise
-        fds = (self._fuse, theirs.fileno(), told)
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", relay.__file__, *map(str, fds)],
-            pass_fds=fds,
-            stdin=subprocess.DEVNULL,
-            # A Ctrl-C is for the daemon, which ends the mount in order.
-            start_new_session=True,
-        )
         theirs.close()
         os.close(told)
         self.daemon_fd = ours.detach()
@@ -120,27 +88,13 @@ class RelayLink:
             return False
         return True
 
-    def _mount(self, options: frozenset[str]) -> None:
-        data = [
-            f"fd={self._fuse}",
-            "rootmode=40000",
-            f"user_id={os.geteuid()}",
-            f"group_id={os.getegid()}",
-            "default_permissions",
-            "allow_other",
-        ]
-        flags = _flags(options)
-        target = os.fsencode(self._mount_point)
-        if _libc.mount(b"ucmfs", target, b"fuse.ucmfs", ctypes.c_ulong(flags), os.fsencode(",".join(data))) != 0:
-            code = ctypes.get_errno()
-            raise MountError(
-                f"{self._mount_point}: the kernel refuses the mount: {os.strerror(code)}; options {','.join(options)}",
-                code=code,
-            )
+    def _take_away(self) -> None:
+        with contextlib.suppress(OSError):  # it is gone already, or never came
+            mounts.umount(self._mount_point, lazy=True)
 
     def close(self) -> None:
         """The daemon is done: take the mount away if it is still there, and see the relay end."""
-        _libc.umount2(os.fsencode(self._mount_point), _MNT_DETACH)
+        self._take_away()
         os.close(self._fuse)
         os.close(self.ended_fd)
         try:
