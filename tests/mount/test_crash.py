@@ -85,6 +85,7 @@ def test_both_trees_after_a_crash(mnt: Mounted) -> None:
     (mnt.cache / "dirty/x").write_bytes(b"newer")
     mnt.mount()
     assert (mnt / "x").read_bytes() == b"newer"
+    assert mnt.stats()["stages"][0]["used"] == 4096
     mnt.flush()
     assert (mnt.storage / "x").read_bytes() == b"newer"
     assert not (mnt.cache / "dirty/x").exists()

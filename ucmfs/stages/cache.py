@@ -256,9 +256,10 @@ class Cache(Stage):
                 # A crash between the two steps of commit(): the dirty one is the newer.
                 old = other if block.dirty else block
                 os.unlink(self._path(old))
-                self._drop(old)
                 if old is block:
                     continue
+                self._drop(old)
+                self.used -= old.charge
             self._admit(block)
             self.used += block.charge
         while self.used > self.capacity and (victim := self.order.first()) is not None:
