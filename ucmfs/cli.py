@@ -50,10 +50,10 @@ _MOUNT_WORDS = re.compile(
     "(no)?relatime|strictatime|(no)?lazytime|(no)?iversion",
     re.IGNORECASE,
 )
-# What libfuse 3.14 and fusermount3 take.
+# What mount(2) and fusermount3 take.
 _FUSE_WORDS = (
     *("rw", "ro", "suid", "nosuid", "dev", "nodev", "exec", "noexec", "sync", "async", "dirsync", "atime", "noatime"),
-    *("allow_other", "allow_root", "auto_unmount", "default_permissions", "fsname", "subtype"),
+    *("nodiratime", "allow_other", "default_permissions", "fsname", "subtype"),
 )
 
 
@@ -134,6 +134,16 @@ def umount(
 ) -> None:
     """Write dirty blocks back and unmount; name what is left if that fails."""
     mounting.unmount(mount_point, timeout=timeout, force=force)
+
+
+@app.command()
+def restart(
+    mount_point: MountPoint,
+    timeout: Annotated[float, typer.Option(min=0, help="Seconds until the new daemon must answer.")] = 30.0,
+) -> None:
+    """Replace the daemon by one of the version installed now; files stay open."""
+    pid = mounting.restart(mount_point, timeout=timeout)
+    typer.echo(f"pid {pid} serves {mount_point}")
 
 
 @app.command("check-config")

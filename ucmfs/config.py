@@ -76,6 +76,8 @@ class PipelineOptions(Options):
     """Seconds that a writer waits for room before it gets ENOSPC."""
     timeout_ms: int = pydantic.Field(30_000, ge=1)
     """Deadline of one call to a stage."""
+    daemon_hang_timeout: float = pydantic.Field(10.0, ge=0)
+    """Seconds without an answer after which a daemon hangs and is replaced; 0 for never."""
 
     @pydantic.field_validator("fill_policy", "write_back_policy", mode="before")
     @classmethod

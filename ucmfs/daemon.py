@@ -9,6 +9,7 @@ import select
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from importlib.metadata import version
@@ -22,18 +23,21 @@ import yaml
 
 from ucmfs.config import Section, masked
 from ucmfs.control import protocol, server
-from ucmfs.errors import MountError, sole_error
-from ucmfs.fuse import mounts
-from ucmfs.fuse.link import RelayLink, why_no_relay
+from ucmfs.errors import ProtocolError, sole_error
+from ucmfs.fuse import mounts, wire
+from ucmfs.fuse.journal import Recalled
+from ucmfs.fuse.link import Link, why_no_passthrough
 from ucmfs.fuse.operations import Operations
+from ucmfs.fuse.relay import RESTART
 from ucmfs.fuse.virtual import Virtual
+from ucmfs.launch import Launch, serve
 from ucmfs.pipeline import builder
 from ucmfs.pipeline.pipeline import Pipeline
 from ucmfs.telemetry import RecentLog, metrics_text
 
 __all__ = ["check", "run"]
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("ucmfs.daemon")  # also where this module is run
 
 MIN_TASKS = 10
 LAST_FLUSH = 30.0
@@ -46,8 +50,8 @@ def check(section: Section) -> None:
     builder.check(section)
 
 
-def run(section: Section, mount_point: Path, options: frozenset[str], ready: Callable[[], None]) -> None:
-    """Serve *mount_point* until it is unmounted; call *ready* once it serves.
+def run(launch: Launch, link: Link, ready: Callable[[], None]) -> None:
+    """Serve the mount of *launch* until it is unmounted; call *ready* once it serves.
 
     Raises ConfigError or MountError if it cannot start.
     """
@@ -57,7 +61,7 @@ def run(section: Section, mount_point: Path, options: frozenset[str], ready: Cal
     recent = RecentLog()
     logging.getLogger("ucmfs").addHandler(recent)
     try:
-        mount = _Mount(section, mount_point, options, ready, recent)
+        mount = _Mount(launch, link, ready, recent)
         trio.run(mount.main)
     except BaseExceptionGroup as group:
         raise sole_error(group) from None
@@ -68,21 +72,14 @@ def run(section: Section, mount_point: Path, options: frozenset[str], ready: Cal
 class _Mount:
     """What belongs to one mount. The nursery of main() owns every task; see ucmfs/DESIGN.md for the order of ends."""
 
-    def __init__(
-        self,
-        section: Section,
-        mount_point: Path,
-        options: frozenset[str],
-        ready: Callable[[], None],
-        recent: RecentLog,
-    ) -> None:
-        self._mount_point = mount_point
-        # The socket is made through the mount, which is therefore writable at first.
-        self._read_only = "ro" in options and os.geteuid() == 0
-        self._options = options - {"ro"} if self._read_only else options
+    def __init__(self, launch: Launch, link: Link, ready: Callable[[], None], recent: RecentLog) -> None:
+        self._mount_point = Path(launch.mount_point)
+        self._options = launch.options
+        self._link = link
         self._ready = ready
         self._started = time.time()
-        self._pipeline: Pipeline = builder.build(section, mount_point=str(mount_point))
+        section = launch.section
+        self._pipeline: Pipeline = builder.build(section, mount_point=launch.mount_point)
         config = yaml.safe_dump(masked(section), sort_keys=False)
 
         async def text(value: str) -> bytes:
@@ -99,79 +96,87 @@ class _Mount:
         )
         self._operations = Operations(self._pipeline, self._virtual)
         self._listener: socket.socket | None = None
-        self._anchor: int | None = None
-        self._link: RelayLink | None = None
         self._no_passthrough = (
-            why_no_relay(options) if self._pipeline.options.passthrough else "passthrough is switched off"
+            why_no_passthrough() if self._pipeline.options.passthrough else "passthrough is switched off"
         )
         self._answered = trio.Event()
         self._answered.set()
 
     async def main(self) -> None:
+        recalled = self._operations.recall() if self._link.handles is not None else None
         async with self._pipeline.running():
-            self._mount()
+            await self._mount(recalled)
             try:
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(self._serve_fuse, nursery.cancel_scope)
                     nursery.start_soon(self._heed_signals)
-                    if self._link is not None:
-                        nursery.start_soon(self._heed_relay, self._link)
-                    await trio.to_thread.run_sync(self._bind)
-                    if self._read_only:
-                        await trio.to_thread.run_sync(mounts.make_read_only, self._mount_point, self._options)
+                    nursery.start_soon(self._link.listen, self._end)
+                    await self._listen()
                     assert self._listener is not None
                     hooks = server.Hooks(
-                        self._operations.changed_elsewhere, self._unmount, lambda: self._answered.set(), self._stats
+                        self._operations.changed_elsewhere,
+                        self._unmount,
+                        lambda: self._answered.set(),
+                        self._restart,
+                        self._stats,
                     )
                     nursery.start_soon(server.serve_listener, self._pipeline, self._listener, hooks)
                     nursery.start_soon(self._watch_mount)
                     log.info("serving %s at %s", self._pipeline.description, self._mount_point)
+                    self._link.ready(self._pipeline.options.daemon_hang_timeout)
                     self._ready()
             finally:
                 self._close_socket()
-                pyfuse3.close(unmount=self._link is None)
-                if self._link is not None:
-                    self._link.close()
+                pyfuse3.close(unmount=False)
                 self._operations.close_all()
                 with trio.CancelScope(shield=True):
                     await self._last_flush()
 
     # Start
 
-    def _mount(self) -> None:
+    async def _mount(self, recalled: Recalled | None) -> None:
         if self._no_passthrough is None:
-            self._link = RelayLink(self._mount_point, self._options)
             self._operations.backing = self._link.backing
-            pyfuse3.init(self._operations, f"/dev/fd/{self._link.daemon_fd}", set())
-            return
-        log.info("%s; bytes go through the daemon", self._no_passthrough)
-        options = {"default_permissions", "fsname=ucmfs", "subtype=ucmfs", *self._options}
-        if os.geteuid() == 0:
-            options.add("allow_other")
-        try:
-            pyfuse3.init(self._operations, str(self._mount_point), options)
-        except RuntimeError as error:
-            raise MountError(
-                f"{self._mount_point}: the kernel or fusermount3 refused the mount; its message is above, or in the log"
-            ) from error
+        else:
+            log.info("%s; bytes go through the daemon", self._no_passthrough)
+        if recalled is None:
+            self._operations.begin()
+        else:
+            await self._operations.recover(recalled, self._link.handles or set(), self._link.repeated)
+            log.info("took over from the daemon before, with %d open files", len(self._operations.inodes.handles))
+        pyfuse3.init(self._operations, self._link.messages, set())
 
     async def _serve_fuse(self, scope: trio.CancelScope) -> None:
         try:
             await pyfuse3.main(min_tasks=MIN_TASKS)
         except* OSError:
-            if self._link is None or not await trio.to_thread.run_sync(self._link.is_gone):
-                raise
-            log.error("the relay (pid %d) is gone, and the mount with it", self._link.pid)
+            # Its socket is closed: the relay is gone, which listen() tells.
+            pass
         finally:
             with trio.move_on_after(1) as grace:
                 grace.shield = True
                 await self._answered.wait()
             scope.cancel()
 
-    async def _heed_relay(self, link: RelayLink) -> None:
+    def _end(self, relay_gone: bool) -> None:
         """The kernel ended the connection, or the relay is gone."""
-        await trio.lowlevel.wait_readable(link.ended_fd)
+        if relay_gone:
+            log.error("the relay (pid %d) is gone, and the mount with it", self._link.relay)
+            mounts.take_away(self._mount_point, self._link.device)
         pyfuse3.terminate()
+
+    async def _listen(self) -> None:
+        """Have the socket: an earlier daemon's, or a new one."""
+        inherited = self._link.kept("listener")
+        if inherited is not None:
+            self._virtual.adopt_socket()
+            self._listener = socket.socket(fileno=inherited)
+            return
+        await trio.to_thread.run_sync(self._bind)
+        assert self._listener is not None
+        if "ro" in self._options and os.geteuid() == 0:
+            await trio.to_thread.run_sync(mounts.make_read_only, self._mount_point, self._options)
+        self._link.keep("listener", self._listener.fileno())
 
     def _bind(self) -> None:
         """Bind `.ucmfs/sock` through the mount itself: the kernel asks this daemon to make the node.
@@ -184,12 +189,29 @@ class _Mount:
         except OSError as error:
             log.info("no private copy of the mount (%s): unmount with `ucmfs umount`", error.strerror)
             root = os.open(self._mount_point, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-        self._anchor = root
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener = listener
-        listener.bind(f"/proc/self/fd/{root}/.ucmfs/sock")
+        try:
+            listener.bind(f"/proc/self/fd/{root}/.ucmfs/sock")
+        finally:
+            os.close(root)
         listener.listen(_BACKLOG)
         listener.setblocking(False)
+
+    def _restart(self, request: protocol.Restart) -> Callable[[], None]:
+        if request.relay != wire.VERSION:
+            raise ProtocolError(
+                f"the mount's relay speaks version {wire.VERSION}, the installed one {request.relay}; "
+                "unmount, and mount again"
+            )
+
+        def end() -> None:
+            log.info("restarting")
+            logging.shutdown()
+            # As if it were killed: whatever is under way is taken up by the next daemon.
+            os._exit(RESTART)
+
+        return end
 
     # End
 
@@ -197,21 +219,17 @@ class _Mount:
         if self._listener is not None:
             self._listener.close()
             self._listener = None
-        if self._anchor is not None:
-            os.close(self._anchor)
-            self._anchor = None
+            self._link.drop("listener")
 
     async def _watch_mount(self) -> None:
         """When the user unmounts, let go of our own copy of the mount: then the kernel ends the connection."""
-        device = await trio.to_thread.run_sync(lambda: os.stat(self._mount_point).st_dev)
-        wanted = f"{os.major(device)}:{os.minor(device)}"
         with open("/proc/self/mountinfo", "rb") as mountinfo:  # noqa: ASYNC230 - procfs does not block
             poll = select.poll()
             poll.register(mountinfo, select.POLLPRI | select.POLLERR)
             limiter = trio.CapacityLimiter(1)
             while True:
                 mountinfo.seek(0)
-                if not any(line.split()[2].decode() == wanted for line in mountinfo):
+                if not any(line.split()[2].decode() == self._link.device for line in mountinfo):
                     break
                 await trio.to_thread.run_sync(poll.poll, abandon_on_cancel=True, limiter=limiter)
         log.info("%s was unmounted", self._mount_point)
@@ -271,7 +289,7 @@ class _Mount:
     @property
     def _refusal(self) -> str | None:
         """Why reads go through the daemon; None where the kernel serves them."""
-        return self._no_passthrough if self._link is None else self._link.backing.refusal
+        return self._no_passthrough or self._link.backing.refusal
 
     async def _stats(self) -> dict[str, Any]:
         return {
@@ -284,7 +302,8 @@ class _Mount:
             "data_path": "daemon" if self._refusal else "passthrough",
             "data_path_reason": self._refusal,
             "daemon_pid": os.getpid(),
-            "relay_pid": self._link.pid if self._link is not None else None,
+            "relay_pid": self._link.relay,
+            "restarts": self._link.starts,
             **await self._pipeline.stats(),
         }
 
@@ -306,3 +325,7 @@ class _Mount:
 
     async def _metrics(self) -> bytes:
         return metrics_text(await self._stats())
+
+
+if __name__ == "__main__":
+    serve(run, sys.argv[1:])

@@ -1,8 +1,7 @@
-"""Start-up, readiness, daemonizing, and the unmount protocol.
+"""Start-up, readiness, and the protocols of unmount and restart.
 
-A mount in the background is a process of its own session, started by two forks. It tells the command that started it
-over a pipe how it went: a line of JSON with its pid, then one with "ready" or with the error. The command returns
-once the mount serves, or raises what the daemon said; it never leaves a mount behind that does not serve.
+The command mounts and starts the relay, which starts the daemon (ucmfs/launch.py). It returns once the mount serves, or
+raises what the daemon said; it never leaves a mount behind that does not serve.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import errno
 import json
 import logging
-import logging.handlers
 import os
 import re
 import select
@@ -20,25 +18,25 @@ import subprocess
 import sys
 import threading
 import time
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
+from ucmfs import launch
 from ucmfs.config import Section
 from ucmfs.control import protocol
 from ucmfs.control.connection import Connection
 from ucmfs.errors import ConfigError, MountError, UcmfsError
+from ucmfs.fuse import wire
 
-__all__ = ["Mount", "Run", "check_mount_point", "find_mount", "log_path", "mount", "resolve", "unmount"]
+__all__ = ["Mount", "check_mount_point", "find_mount", "log_path", "mount", "resolve", "restart", "unmount"]
 
 log = logging.getLogger(__name__)
 
-Run = Callable[[Section, Path, frozenset[str], Callable[[], None]], None]
-"""What serves a mount: blocks until it ends, calls the last argument once it serves, raises UcmfsError if it cannot."""
-
+DAEMON = (sys.executable, "-P", "-m", "ucmfs.daemon")
+"""What the relay starts. -P: modules are not looked for in the working directory."""
 MOUNTINFO = Path("/proc/self/mountinfo")
 FUSE_DEVICE = Path("/dev/fuse")
 ANSWER_TIMEOUT = 10.0
@@ -48,9 +46,6 @@ END_TIMEOUT = 60.0
 NAMES_SHOWN = 10
 LOG_LINES_SHOWN = 10
 LOG_DIRECTORY = Path("/var/log")
-LOG_BYTES = 16 << 20
-LOG_FILES = 3
-LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 _CAP_SYS_ADMIN = 21
 
@@ -132,10 +127,10 @@ def _detach(path: Path) -> None:
         raise MountError(f"{path}: cannot be unmounted: {done.stderr.strip()}")
 
 
-def _clear_dead(path: Path) -> None:
+def _clear_dead(path: Path, level: int = logging.WARNING) -> None:
     """Unmount dead mounts at *path*; live ones stay."""
     while find_mount(path) and _is_dead(path):
-        log.warning("%s: unmounting a dead mount: its daemon is gone", path)
+        log.log(level, "%s: unmounting a dead mount: its daemon is gone", path)
         _detach(path)
 
 
@@ -230,77 +225,38 @@ def mount(
     *,
     foreground: bool = False,
     timeout: float = 30.0,
-    run: Run | None = None,
+    daemon: Sequence[str] = DAEMON,
 ) -> None:
-    """Mount *section* at *mount_point* with the FUSE *options*.
+    """Mount *section* at *mount_point* with the FUSE *options*; *daemon* is the command that serves it.
 
     In the background, returns once the mount serves, or raises within *timeout* seconds and leaves nothing behind.
-    In the foreground, returns when the mount has ended. Raises ConfigError, MountError, or what *run* (default:
-    ucmfs.daemon.run) raised.
+    In the foreground, this process becomes the mount and ends with it. Raises ConfigError, MountError, or what the
+    daemon raised.
     """
-    run = run or _daemon_run
     path = check_mount_point(mount_point)
     if foreground:
-        _log_to(logging.StreamHandler())
-        try:
-            run(section, path, options, lambda: log.info("%s: serving", path))
-        finally:
-            _clear_dead(path)
-        return
-    _run_in_background(lambda ready: run(section, path, options, ready), path, log_path(section, path), timeout)
+        launch.be_relay(launch.Launch.of(section, path, options, None), daemon)
+    log_file = log_path(section, path)
+    _run_in_background(launch.Launch.of(section, path, options, log_file), daemon, log_file, timeout)
 
 
-def _daemon_run(section: Section, mount_point: Path, options: frozenset[str], ready: Callable[[], None]) -> None:
-    from ucmfs import daemon  # here, so that commands that mount nothing need not load it
-
-    daemon.run(section, mount_point, options, ready)
-
-
-def _log_to(handler: logging.Handler) -> None:
-    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, handlers=[handler], force=True)
-
-
-class _Report:
-    """The daemon's end of the pipe to the command that started it."""
-
-    def __init__(self, fd: int) -> None:
-        self._fd: int | None = fd
-
-    def send(self, **message: Any) -> None:
-        if self._fd is not None:
-            with suppress(OSError):  # the command may be gone
-                os.write(self._fd, json.dumps(message).encode() + b"\n")
-
-    def ready(self) -> None:
-        self.send(ready=True)
-        if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
-
-
-def _run_in_background(run: Callable[[Callable[[], None]], None], path: Path, log_file: Path, timeout: float) -> None:
+def _run_in_background(what: launch.Launch, daemon: Sequence[str], log_file: Path, timeout: float) -> None:
     deadline = time.monotonic() + timeout
+    path = Path(what.mount_point)
     logged = log_file.stat().st_size
-    reading, writing = os.pipe()
-    # What is in the buffers would be written by each process.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    child = os.fork()
-    if child == 0:
-        with suppress(BaseException):
-            os.setsid()
-            if os.fork() == 0:
-                _be_daemon(run, writing, log_file)
-        os._exit(0)
-    os.close(writing)
-    daemon: int | None = None  # pidfd
+    reading, writing = os.pipe2(os.O_CLOEXEC)
+    processes: list[int] = []  # pidfds
     serves = False
     try:
-        os.waitpid(child, 0)
+        try:
+            relay = launch.start_relay(what, daemon, writing)
+        finally:
+            os.close(writing)
+        processes.append(os.pidfd_open(relay))
         for message in _messages(reading, deadline):
             if "pid" in message:
                 with suppress(ProcessLookupError):  # dead already: the pipe ends
-                    daemon = os.pidfd_open(message["pid"])
+                    processes.append(os.pidfd_open(message["pid"]))
             elif "ready" in message:
                 _check_serves(path)
                 serves = True
@@ -315,12 +271,12 @@ def _run_in_background(run: Callable[[Callable[[], None]], None], path: Path, lo
         ) from error
     finally:
         os.close(reading)
-        if daemon is not None:
+        for process in processes:
             if not serves:
-                _kill(daemon)
-            os.close(daemon)
-        if not serves:
-            _clear_dead(path)
+                _kill(process)
+            os.close(process)
+        if processes and not serves:
+            _clear_dead(path, logging.DEBUG)
 
 
 def _messages(pipe: int, deadline: float) -> Iterator[dict[str, Any]]:
@@ -377,40 +333,6 @@ def _kill(pidfd: int) -> None:
     _poll(poll, time.monotonic() + ANSWER_TIMEOUT)
 
 
-def _be_daemon(run: Callable[[Callable[[], None]], None], pipe: int, log_file: Path) -> NoReturn:
-    """Be the daemon, from just after the fork to the end of the process."""
-    report = _Report(pipe)
-    status = 1
-    try:
-        report.send(pid=os.getpid())
-        # The working directory stays: relative paths of the configuration mean the same as in the foreground.
-        for fd in map(int, os.listdir("/proc/self/fd")):
-            with suppress(OSError):  # the one that listed
-                # What Python opened is not inheritable, and has an owner here; what is came from the caller's shell.
-                if fd > 2 and os.get_inheritable(fd):
-                    os.close(fd)
-        null = os.open(os.devnull, os.O_RDWR)
-        out = os.open(log_file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        for source, target in ((null, 0), (out, 1), (out, 2)):
-            os.dup2(source, target)
-        os.close(null)
-        os.close(out)
-        _log_to(logging.handlers.RotatingFileHandler(log_file, maxBytes=LOG_BYTES, backupCount=LOG_FILES))
-        run(report.ready)
-        status = 0
-    except UcmfsError as error:
-        log.error("%s", error)
-        report.send(kind=type(error).__name__, message=str(error), errno=error.errno)
-    except BaseException as error:
-        log.critical("the daemon failed", exc_info=error)
-        reason = "".join(traceback.format_exception_only(error)).strip()
-        report.send(kind="MountError", message=f"the daemon failed: {reason}", errno=errno.EIO)
-    finally:
-        logging.shutdown()
-        # Not the caller's exit handlers, which are for the process that was forked.
-        os._exit(status)
-
-
 # Unmount
 
 
@@ -442,6 +364,31 @@ def unmount(mount_point: str | os.PathLike[str], *, timeout: float = 300.0, forc
     finally:
         if daemon is not None:
             os.close(daemon)
+
+
+def restart(mount_point: str | os.PathLike[str], *, timeout: float = 30.0) -> int:
+    """Replace the daemon of *mount_point* by one of the version that is installed now; give the new one's pid.
+
+    Returns once the new daemon answers. Open files stay open. Raises MountError if none answers within *timeout*
+    seconds, UcmfsError if the daemon refuses.
+    """
+    path = resolve(mount_point)
+    deadline = time.monotonic() + timeout
+    with Connection.to_mount(path, timeout=ANSWER_TIMEOUT) as connection:
+        before = connection.daemon["pid"]
+        connection.request(protocol.Restart(wire.VERSION))
+    while True:
+        left = max(0.0, deadline - time.monotonic())
+        try:
+            # Who connects waits in the listener's backlog until there is a daemon; one that is just ending hangs up.
+            with Connection.to_mount(path, timeout=left) as connection:
+                if connection.daemon["pid"] != before:
+                    return int(connection.daemon["pid"])
+        except MountError:
+            if time.monotonic() >= deadline or find_mount(path) is None:
+                raise
+        if time.monotonic() >= deadline:
+            raise MountError(f"{path}: no new daemon answers after {timeout:g} s; see the log", code=errno.ETIMEDOUT)
 
 
 def _left(answer: dict[str, Any]) -> str | None:

@@ -34,6 +34,7 @@ __all__ = [
     "Remove",
     "Reply",
     "Request",
+    "Restart",
     "Stats",
     "Unmount",
     "decode_reply",
@@ -157,6 +158,16 @@ class Unmount(Request, frozen=True, tag="unmount"):
     force: bool = False
 
 
+class Restart(Request, frozen=True, tag="restart"):
+    """End this daemon for another to take over. Only the mount's owner or root may ask. Result: null.
+
+    The daemon ends after the reply. `relay` is the version of the relay's messages that the next daemon will speak:
+    a mount whose relay is of another version refuses, and has to be unmounted and mounted.
+    """
+
+    relay: int
+
+
 class Fault(msgspec.Struct, frozen=True):
     """An error, of one row or of a whole request: the errno that a file call would give, and the message."""
 
@@ -191,6 +202,7 @@ AnyRequest = (
     | Locate
     | Stats
     | Unmount
+    | Restart
 )
 
 _encoder = msgspec.msgpack.Encoder()

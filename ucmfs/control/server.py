@@ -49,6 +49,8 @@ class Hooks(NamedTuple):
     unmount: Callable[[protocol.Unmount], Awaitable[dict[str, Any]]] | None = None
     unmount_answered: Callable[[], None] = lambda: None
     """Who asked to unmount has the answer."""
+    restart: Callable[[protocol.Restart], Callable[[], None]] | None = None
+    """Check the request; give what ends this daemon, to be called once the answer is sent."""
     stats: Callable[[], Awaitable[dict[str, Any]]] | None = None
 
 
@@ -115,6 +117,8 @@ async def serve(pipeline: Pipeline, sock: socket.socket, hooks: Hooks = Hooks())
                 session.let_go()
                 if session.unmounting:
                     hooks.unmount_answered()
+                if session.restart is not None:
+                    session.restart()
         except OSError as error:
             log.debug("connection of pid %d ended: %s", session.peer.pid, error)
         finally:
@@ -133,6 +137,8 @@ class _Session:
         self._closers: list[Callable[[], None]] = []
         self.peer = peer
         self.unmounting = False
+        self.restart: Callable[[], None] | None = None
+        """To be called once the reply is sent."""
 
     def end(self) -> None:
         self.let_go()
@@ -198,6 +204,8 @@ class _Session:
                 return protocol.Reply(result=await (self._hooks.stats or self._pipeline.stats)())
             case protocol.Unmount():
                 return await self._unmount(request)
+            case protocol.Restart():
+                return self._restart(request)
         raise ProtocolError(f"unknown request {type(request).__name__}")
 
     async def _rows(
@@ -393,11 +401,21 @@ class _Session:
     async def _unmount(self, request: protocol.Unmount) -> protocol.Reply:
         if self._hooks.unmount is None:
             raise Unsupported(self._pipeline.description, "there is no mount to end")
-        if self.peer.uid not in (0, os.geteuid()):
-            raise UcmfsError("only root or the mount's owner may unmount it", code=errno.EPERM)
+        self._allow_owner("unmount it")
         result = await self._hooks.unmount(request)
         self.unmounting = True
         return protocol.Reply(result=result)
+
+    def _restart(self, request: protocol.Restart) -> protocol.Reply:
+        if self._hooks.restart is None:
+            raise Unsupported(self._pipeline.description, "there is no mount, and no daemon to replace")
+        self._allow_owner("restart its daemon")
+        self.restart = self._hooks.restart(request)
+        return protocol.Reply()
+
+    def _allow_owner(self, what: str) -> None:
+        if self.peer.uid not in (0, os.geteuid()):
+            raise UcmfsError(f"only root or the mount's owner may {what}", code=errno.EPERM)
 
 
 def _fault(error: UcmfsError) -> protocol.Fault:

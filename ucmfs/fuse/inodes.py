@@ -3,17 +3,22 @@
 An inode is one version of one block, or a directory. A name whose contents are replaced gets a new inode at its
 next lookup, and who has the old one open goes on reading the old bytes. A block being written has an inode of its
 own, which its writers see under its name before anybody else does.
+
+Whoever changes an inode or a handle says so (touch()); changes() gives what changed since it was last asked, as records
+for the journal.
 """
 
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Iterator, Set
 
 import pyfuse3
 import trio
 
 from ucmfs.block import Attributes
+from ucmfs.fuse.journal import Gone, HandleRecord, InodeRecord, NumbersRecord, Record, WritingRecord
 from ucmfs.stages.cache import OpenBlock, Staging
 
 __all__ = ["FIRST_NUMBER", "STAT_BLOCK", "Handle", "Inode", "Inodes", "Writing", "entry_attributes"]
@@ -46,6 +51,20 @@ class Writing:
         """Ranges (from, to) of writes that got an error and were not written since: the block has holes there."""
         self.killed = False
         self.settled = trio.Event()
+
+    def record(self) -> WritingRecord:
+        return WritingRecord(
+            self.staging.file, sorted(self.openers), self.in_place, self.claimed, self.killed, self.failed
+        )
+
+    @classmethod
+    def of(cls, record: WritingRecord, staging: Staging) -> Writing:
+        """What *record* tells of, with the staging file opened again."""
+        writing = cls(staging, 0, in_place=record.in_place, claimed=record.claimed)
+        writing.openers = set(record.openers)
+        writing.failed = list(record.failed)
+        writing.killed = record.killed
+        return writing
 
     def is_seen_by(self, family: Set[int]) -> bool:
         """Whether a process sees it, given the process and its ancestors.
@@ -101,6 +120,35 @@ class Inode:
     def is_directory(self) -> bool:
         return self.attributes.is_directory
 
+    def record(self, *, named: bool) -> InodeRecord:
+        kept = self.attributes
+        return InodeRecord(
+            self.number,
+            os.fsencode(self.name),
+            kept.size,
+            kept.mtime_ns,
+            kept.mode,
+            kept.uid,
+            kept.gid,
+            kept.atime_ns,
+            self.orphan,
+            named,
+            self.lookups,
+            self.backing,
+            0 if self.file is None else self.file.file,
+            None if self.writing is None else self.writing.record(),
+        )
+
+    @classmethod
+    def of(cls, record: InodeRecord) -> Inode:
+        """What *record* tells of; nothing of it is open yet."""
+        kept = Attributes(record.size, record.mtime_ns, record.mode, record.uid, record.gid, record.atime_ns)
+        inode = cls(record.number, os.fsdecode(record.name), kept)
+        inode.orphan = record.orphan
+        inode.lookups = record.lookups
+        inode.backing = record.backing
+        return inode
+
     def locked(self) -> trio.Lock:
         if self.lock is None:
             self.lock = trio.Lock()
@@ -110,14 +158,16 @@ class Inode:
 class Handle:
     """One open of an inode."""
 
-    __slots__ = ("by_kernel", "flushed", "inode", "opener", "writable")
+    __slots__ = ("by_kernel", "created", "flushed", "inode", "opener", "writable")
 
-    def __init__(self, inode: Inode, opener: int, writable: bool, by_kernel: bool) -> None:
+    def __init__(self, inode: Inode, opener: int, writable: bool, by_kernel: bool, created: bool) -> None:
         self.inode = inode
         self.opener = opener
         """The process; 0 if unknown or of no interest."""
         self.writable = writable
         self.by_kernel = by_kernel
+        self.created = created
+        """Whether the answer that gave it was one to CREATE, which counts as a lookup too."""
         self.flushed = False
         """Whether a close was seen and no write since, so that the last close is likely on its way."""
 
@@ -132,9 +182,88 @@ class Inodes:
         self._writings: dict[str, list[Inode]] = {}
         self.handles: dict[int, Handle] = {}
         self._next_handle = 1
+        self._touched: set[int] = set()
+        self._touched_handles: set[int] = set()
         root = Inode(pyfuse3.ROOT_INODE, "", Attributes(0, 0, 0o040755))
         root.lookups = 1
         self._by_number[root.number] = self._by_name[""] = root
+
+    # For the journal
+
+    def touch(self, inode: Inode) -> None:
+        """*inode* changed."""
+        self._touched.add(inode.number)
+
+    def changes(self) -> list[Record]:
+        """What changed since the last call."""
+        if not self._touched and not self._touched_handles:
+            return []
+        records: list[Record] = []
+        for number in self._touched:
+            inode = self._by_number.get(number)
+            if inode is None:
+                records.append(Gone("inode", number))
+            else:
+                records.append(inode.record(named=self._by_name.get(inode.name) is inode))
+        for number in self._touched_handles:
+            handle = self.handles.get(number)
+            records.append(Gone("handle", number) if handle is None else self._handle_record(number, handle))
+        self._touched.clear()
+        self._touched_handles.clear()
+        return records
+
+    def snapshot(self) -> Iterator[Record]:
+        """Everything."""
+        self._touched.clear()
+        self._touched_handles.clear()
+        yield NumbersRecord(self._next, self._next_handle)
+        for inode in self._by_number.values():
+            yield inode.record(named=self._by_name.get(inode.name) is inode)
+        for number, handle in self.handles.items():
+            yield self._handle_record(number, handle)
+
+    @staticmethod
+    def _handle_record(number: int, handle: Handle) -> HandleRecord:
+        return HandleRecord(
+            number, handle.inode.number, handle.opener, handle.writable, handle.by_kernel, handle.created
+        )
+
+    def restore(self, record: InodeRecord, handles: list[HandleRecord]) -> Inode:
+        """Put back what *record* tells of, and its *handles*; what it has open is the caller's business."""
+        inode = Inode.of(record)
+        self._next = max(self._next, record.number + 1)
+        self._by_number[inode.number] = inode
+        if record.named:
+            self._by_name[inode.name] = inode
+        for kept in handles:
+            handle = Handle(inode, kept.opener, kept.writable, kept.by_kernel, kept.created)
+            # A close may have been seen: nobody shall wait long for one that does not come.
+            handle.flushed = True
+            self._attach(kept.number, handle)
+            self._next_handle = max(self._next_handle, kept.number % MOST_HANDLES + 1)
+        return inode
+
+    def restore_writing(self, inode: Inode, writing: Writing) -> None:
+        """*inode*, put back by restore(), is being written."""
+        inode.writing = writing
+        if not inode.orphan:
+            self._writings.setdefault(inode.name, []).append(inode)
+
+    def restore_published(self, inode: Inode, attributes: Attributes, *, is_current: bool) -> None:
+        """What was being written to *inode*, put back by restore(), is published, and may have been replaced since."""
+        if inode.orphan or inode.by_kernel or not is_current:
+            self.detach(inode)
+            return
+        before = self._by_name.get(inode.name)
+        if before is not None and before is not inode:
+            self.detach(before)
+        inode.attributes = attributes
+        self._by_name[inode.name] = inode
+        self.touch(inode)
+
+    def restore_numbers(self, record: NumbersRecord) -> None:
+        self._next = max(self._next, record.inode)
+        self._next_handle = record.handle
 
     def get(self, number: int) -> Inode:
         """The inode of *number*. Raises FUSEError ESTALE if there is none."""
@@ -167,7 +296,13 @@ class Inodes:
         inode = Inode(self._next, name, attributes)
         self._next += 1
         self._by_number[inode.number] = inode
+        self.touch(inode)
         return inode
+
+    def looked_up(self, inode: Inode) -> None:
+        """The kernel is told of *inode* once more."""
+        inode.lookups += 1
+        self.touch(inode)
 
     def detach(self, inode: Inode) -> None:
         """The name of *inode* is gone, or another's from now on."""
@@ -175,12 +310,14 @@ class Inodes:
             del self._by_name[inode.name]
         self._unlist(inode)
         inode.orphan = True
+        self.touch(inode)
         self._drop_unused(inode)
 
     def forget(self, number: int, lookups: int) -> None:
         inode = self._by_number.get(number)
         if inode is not None and number != pyfuse3.ROOT_INODE:
             inode.lookups -= lookups
+            self.touch(inode)
             self._drop_unused(inode)
 
     def _drop_unused(self, inode: Inode) -> None:
@@ -189,6 +326,7 @@ class Inodes:
         self._by_number.pop(inode.number, None)
         if self._by_name.get(inode.name) is inode:
             del self._by_name[inode.name]
+        self.touch(inode)
 
     # Blocks being written
 
@@ -206,6 +344,7 @@ class Inodes:
             del self._by_name[inode.name]
         if not inode.orphan:
             self._writings.setdefault(inode.name, []).append(inode)
+        self.touch(inode)
 
     def end_writing(self, inode: Inode, *, published: bool) -> None:
         """The last writer of *inode* is gone. If *published*, it stands for its name from now on."""
@@ -213,6 +352,7 @@ class Inodes:
         assert writing is not None
         self._unlist(inode)
         inode.writing = None
+        self.touch(inode)
         if published and inode.by_kernel:
             # Its readers go on with the old bytes, from the backing file: the new ones need an inode of their own.
             self.detach(inode)
@@ -253,6 +393,7 @@ class Inodes:
             self._unlist(inode)
             self._writings.setdefault(new, []).append(inode)
         inode.name = new
+        self.touch(inode)
 
     def rename_below(self, old: str, new: str) -> None:
         """A directory is renamed: so is all below it."""
@@ -262,23 +403,33 @@ class Inodes:
 
     # Handles
 
-    def open_handle(self, inode: Inode, *, opener: int = 0, writable: bool = False, by_kernel: bool = False) -> int:
+    def open_handle(
+        self, inode: Inode, *, opener: int = 0, writable: bool = False, by_kernel: bool = False, created: bool = False
+    ) -> int:
         """A new handle, below those of `.ucmfs/`."""
         number = self._next_handle
         while number in self.handles:
             number = number % MOST_HANDLES + 1
         self._next_handle = number % MOST_HANDLES + 1
-        self.handles[number] = Handle(inode, opener, writable, by_kernel)
-        inode.handles += 1
-        inode.writers += writable
-        inode.by_kernel += by_kernel
+        self._attach(number, Handle(inode, opener, writable, by_kernel, created))
         return number
+
+    def _attach(self, number: int, handle: Handle) -> None:
+        inode = handle.inode
+        self.handles[number] = handle
+        inode.handles += 1
+        inode.writers += handle.writable
+        inode.by_kernel += handle.by_kernel
+        self._touched_handles.add(number)
+        self.touch(inode)
 
     def close_handle(self, number: int) -> Handle:
         handle = self.handles.pop(number)
         handle.inode.handles -= 1
         handle.inode.writers -= handle.writable
         handle.inode.by_kernel -= handle.by_kernel
+        self._touched_handles.add(number)
+        self.touch(handle.inode)
         return handle
 
     def is_flushed(self, inode: Inode) -> bool:

@@ -1,105 +1,96 @@
-"""The mount with a relay in it: ucmfs opens /dev/fuse and mounts by itself, and gives pyfuse3 one end of a socket."""
+"""The daemon's end of the relay: the descriptors that it was started with, and the side channel."""
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import os
 import platform
 import re
 import socket
-import subprocess
-import sys
-from pathlib import Path
+from collections.abc import Callable, Mapping
 
-from ucmfs.fuse import mounts, relay
+import trio
+
+from ucmfs.fuse import wire
 from ucmfs.fuse.passthrough import Backing
 
-__all__ = ["RelayLink", "why_no_relay"]
-
-log = logging.getLogger(__name__)
+__all__ = ["Link", "why_no_passthrough"]
 
 FIRST_KERNEL = (6, 9)
 """The first with FUSE passthrough."""
-SOCKET_BUFFER = 8 << 20
-"""Bytes; a message is up to 1 MiB and a little."""
-RELAY_EXIT = 10.0
-"""Seconds that the relay may take to see that its socket is closed."""
-
-_ALWAYS = frozenset({"default_permissions", "allow_other"})
+PACKET = 4096
 
 
-def why_no_relay(options: frozenset[str]) -> str | None:
-    """None where passthrough may work for a mount with *options*, else why it cannot."""
+def why_no_passthrough() -> str | None:
+    """None where the kernel may read blocks by itself, else why it cannot."""
     if os.geteuid() != 0:
         return "passthrough needs root (CAP_SYS_ADMIN)"
-    others = sorted(options - _ALWAYS - mounts.FLAGS.keys())
-    if others:
-        return f"mount option {others[0]} is libfuse's, and so the mount is"
     found = re.match(r"(\d+)\.(\d+)", platform.release())
     if found is None or tuple(map(int, found.groups())) < FIRST_KERNEL:
         return f"passthrough needs Linux {FIRST_KERNEL[0]}.{FIRST_KERNEL[1]}; this is {platform.release()}"
     return None
 
 
-class RelayLink:
-    """A mount and its relay process. `daemon_fd` is for pyfuse3, which closes it."""
+class Link:
+    """What the relay gave a daemon, by name: `fuse`, `messages`, `side`, and what earlier daemons had it keep."""
 
-    def __init__(self, mount_point: Path, options: frozenset[str]) -> None:
-        """Mount and start the relay. Raises MountError, with nothing mounted."""
-        self._mount_point = mount_point
-        self._fuse = os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC)
-        self.backing = Backing(self._fuse)
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        so_sndbufforce = 32
-        for end in (ours, theirs):
-            end.setsockopt(socket.SOL_SOCKET, so_sndbufforce, SOCKET_BUFFER)
-        self.ended_fd, told = os.pipe2(os.O_CLOEXEC)
-        fds = (self._fuse, theirs.fileno(), told)
-        try:
-            mounts.mount_fuse(self._fuse, mount_point, options)
-            self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", relay.__file__, *map(str, fds)],
-                pass_fds=fds,
-                stdin=subprocess.DEVNULL,
-                # A Ctrl-C is for the daemon, which ends the mount in order.
-                start_new_session=True,
-            )
-        except BaseException:
-            self._take_away()
-            for fd in (self._fuse, self.ended_fd, told):
-                os.close(fd)
-            ours.close()
-            theirs.close()
-            raise
-        theirs.close()
-        os.close(told)
-        self.daemon_fd = ours.detach()
+    def __init__(self, device: str, fds: Mapping[str, int]) -> None:
+        for fd in fds.values():
+            os.set_inheritable(fd, False)
+        self.device = device
+        """Of the mount, as mountinfo writes it."""
+        self._fds = fds
+        self._side = socket.socket(fileno=fds["side"])
+        self.relay = os.getppid()
+        self.backing = Backing(fds["fuse"])
+        self.starts = 0
+        """How many daemons this mount had before."""
+        self.handles: set[int] | None = None
+        """The handles that the kernel has from earlier daemons; None for the first daemon of a mount."""
+        self.repeated: list[bytes] = []
+        """Requests that are asked again, and that an earlier daemon may have done."""
+        if "known" in fds:
+            with open(fds["known"], "rb") as known:
+                known.seek(0)
+                self.starts, self.handles, self.repeated = wire.unpack_known(known.read())
 
     @property
-    def pid(self) -> int:
-        return self._process.pid
+    def messages(self) -> str:
+        """What to give pyfuse3 as a mount point."""
+        return f"/dev/fd/{self._fds['messages']}"
 
-    def is_gone(self) -> bool:
-        """Whether the relay has ended; gives it a moment to do so, for its sockets close first."""
+    def kept(self, name: str) -> int | None:
+        """The descriptor that an earlier daemon had kept as *name*."""
+        return self._fds.get(name)
+
+    def keep(self, name: str, fd: int) -> None:
+        """Have the next daemon inherit *fd* too."""
+        socket.send_fds(self._side, [bytes([wire.KIND_KEEP]) + name.encode()], [fd])
+
+    def drop(self, name: str) -> None:
+        """Have the relay close what it keeps as *name*."""
+        self._send(bytes([wire.KIND_DROP]) + name.encode())
+
+    def ready(self, hang_timeout: float) -> None:
+        """This daemon serves; one that answers nothing for *hang_timeout* seconds hangs (0: is never taken to)."""
+        self._send(wire.READY.pack(wire.KIND_READY, hang_timeout))
+
+    def _send(self, packet: bytes) -> None:
         try:
-            self._process.wait(1)
-        except subprocess.TimeoutExpired:
-            return False
-        return True
+            self._side.send(packet)
+        except OSError:
+            # The relay is gone; listen() tells.
+            return
 
-    def _take_away(self) -> None:
-        with contextlib.suppress(OSError):  # it is gone already, or never came
-            mounts.umount(self._mount_point, lazy=True)
-
-    def close(self) -> None:
-        """The daemon is done: take the mount away if it is still there, and see the relay end."""
-        self._take_away()
-        os.close(self._fuse)
-        os.close(self.ended_fd)
-        try:
-            self._process.wait(RELAY_EXIT)
-        except subprocess.TimeoutExpired:
-            log.error("the relay (pid %d) does not end; killing it", self._process.pid)
-            self._process.kill()
-            self._process.wait()
+    async def listen(self, ended: Callable[[bool], None]) -> None:
+        """Answer the relay until the mount is over: then call *ended*, with whether the relay is gone."""
+        side = trio.socket.from_stdlib_socket(self._side)
+        while True:
+            try:
+                packet = await side.recv(PACKET)
+            except OSError:
+                packet = b""
+            if not packet or packet[0] == wire.KIND_ENDED:
+                ended(not packet)
+                return
+            if packet[0] == wire.KIND_PING:
+                self._send(bytes([wire.KIND_PONG]))

@@ -19,21 +19,26 @@ import functools
 import logging
 import os
 import stat
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import suppress
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+import msgspec
 import pyfuse3
 import trio
 
 from ucmfs.block import OWN_XATTRS, Attributes, Changes, check_name, child_of, looks_like_lock, looks_temporary
 from ucmfs.errors import BlockExists, BlockNotFound, UcmfsError
+from ucmfs.fuse import wire
 from ucmfs.fuse.inodes import STAT_BLOCK, Inode, Inodes, Writing, entry_attributes
+from ucmfs.fuse.journal import Gone, InodeRecord, Journal, ListingRecord, Recalled, Record, VirtualRecord
 from ucmfs.fuse.passthrough import Backing
 from ucmfs.fuse.process import being_killed, lineage, process_of
 from ucmfs.fuse.virtual import DIRECTORY_NAME, Virtual
 from ucmfs.pipeline.pipeline import Pipeline
 from ucmfs.stages.base import Entry
-from ucmfs.stages.cache import OpenBlock
+from ucmfs.stages.cache import Cached, OpenBlock, Staging
 
 __all__ = ["Operations"]
 
@@ -44,8 +49,6 @@ R = TypeVar("R")
 
 SETTLE_WAIT = 0.25
 """Seconds that a lookup waits for a block whose writer closed it, where the kernel is late to say it was the last."""
-_OUR_HALF = 0xFFFFFFFF
-"""Of a file handle; the other half is the backing id that the relay passes on."""
 
 
 def handler(
@@ -70,6 +73,9 @@ def handler(
             log.exception("unexpected error in %s", method.__name__)
             self.pipeline.counters.unexpected += 1
             raise pyfuse3.FUSEError(errno.EIO) from error
+        finally:
+            # Before the answer is sent.
+            self.commit()
 
     return wrapped
 
@@ -101,11 +107,140 @@ class Operations(pyfuse3.Operations):
         self.pipeline = pipeline
         self.virtual = virtual
         self.backing: Backing | None = None
-        """Set where a relay can tell the kernel to read published blocks by itself."""
+        """Set where the kernel may be told to read published blocks by itself."""
         self.inodes = Inodes()
+        self._journal = Journal(f"{pipeline.cache.directory}/journal")
+        self._repeated: Counter[tuple[int, int, int, tuple[bytes, ...]]] = Counter()
+        """Requests of wire.ONCE that are asked again, and that an earlier daemon may have done."""
         self._ttl = pipeline.options.consistency_ttl
         self._listings: dict[int, _Listing] = {}
         self._next_listing = 1
+        self._changed_opens: list[Record] = []
+        """What opened or closed of directories and of `.ucmfs/` since the last commit."""
+
+    # One daemon after the other
+
+    def commit(self) -> None:
+        """Put what changed into the journal."""
+        changes = self.inodes.changes()
+        if self._changed_opens:
+            changes += self._changed_opens
+            self._changed_opens.clear()
+        if changes:
+            self._journal.write(changes)
+            if self._journal.is_long:
+                self._journal.begin(self._snapshot())
+
+    def _snapshot(self) -> Iterator[Record]:
+        yield from self.inodes.snapshot()
+        for number, listing in self._listings.items():
+            yield ListingRecord(number, listing.inode.number)
+        for number, inode in self.virtual.opened():
+            yield VirtualRecord(number, inode)
+
+    def begin(self) -> None:
+        """This is the first daemon of the mount. To be called once the pipeline runs."""
+        self._journal.begin(self._snapshot())
+
+    def recall(self) -> Recalled:
+        """What the daemon before left. To be called before the pipeline starts, which keeps the files it needs."""
+        recalled = Recalled.of(self._journal.read())
+        self.pipeline.cache.wanted = recalled.files()
+        return recalled
+
+    async def recover(self, recalled: Recalled, handles: Set[int], repeated: Iterable[bytes]) -> None:
+        """Go on where the daemon before ended, once the pipeline runs.
+
+        *handles* are those that the kernel has: what was opened and never answered is undone. *repeated* are the
+        requests of wire.ONCE that will be asked again.
+        """
+        inodes = self.inodes
+        if recalled.numbers is not None:
+            inodes.restore_numbers(recalled.numbers)
+        blocks = self.pipeline.cache.by_file()
+        for record in recalled.inodes.values():
+            kept = []
+            for handle in recalled.handles.get(record.number, ()):
+                if handle.number in handles:
+                    kept.append(handle)
+                elif handle.created:
+                    record = msgspec.structs.replace(record, lookups=record.lookups - 1)
+            if record.number != pyfuse3.ROOT_INODE:
+                await self._reopen(inodes.restore(record, kept), record, blocks)
+        for listing in recalled.listings.values():
+            with suppress(pyfuse3.FUSEError):
+                self._listings[listing.number] = _Listing(self._listed(listing.inode))
+            self._next_listing = max(self._next_listing, listing.number + 1)
+        for virtual in recalled.virtuals.values():
+            if virtual.number in handles:
+                await self.virtual.reopen(virtual.number, virtual.inode)
+        for request in repeated:
+            _, opcode, _, node, _, _, pid, *_ = wire.IN_HEADER.unpack_from(request)
+            self._repeated[opcode, node, pid, wire.names_in(request)] += 1
+        self.pipeline.cache.drop_leftovers()
+        self._journal.begin(self._snapshot())
+
+    async def _reopen(self, inode: Inode, record: InodeRecord, blocks: Mapping[int, Cached]) -> None:
+        """Open again what *inode* had open."""
+        cache = self.pipeline.cache
+        if inode.backing and not inode.by_kernel:
+            if self.backing is not None:
+                self.backing.close(inode.backing)
+            inode.backing = 0
+        if record.writing is not None:
+            staging = cache.reopen_staging(record.writing.file)
+            if staging is not None:
+                self.inodes.restore_writing(inode, Writing.of(record.writing, staging))
+                if not inode.writers and record.writing.claimed:
+                    # Its first open was never answered.
+                    self._drop_writing(inode)
+            elif record.writing.file not in blocks:
+                log.error("%s: lost: what was written is not in the cache's directory", inode.name)
+                self.inodes.detach(inode)
+            else:
+                # It was published, and the daemon died before it could say so.
+                block = blocks[record.writing.file]
+                self.inodes.restore_published(inode, block.attributes, is_current=block.retired is None)
+        if inode.handles and inode.writing is None:
+            file = record.file or (record.writing.file if record.writing is not None else 0)
+            inode.file = await self._reopen_file(inode, file, blocks)
+        self.inodes.settle(inode)
+
+    async def _reopen_file(self, inode: Inode, file: int, blocks: Mapping[int, Cached]) -> OpenBlock | None:
+        cache = self.pipeline.cache
+        if file in blocks:
+            return cache.open_block(blocks[file])
+        staging = cache.reopen_staging(file) if file else None
+        if staging is not None:
+            return self._open_abandoned(staging, inode.attributes)
+        try:
+            found = await self.pipeline.open(inode.name)
+        except UcmfsError as error:
+            log.warning("%s: cannot be opened again: %s", inode.name, error)
+            return None
+        if found.attributes.version == inode.attributes.version:
+            return found
+        found.close()
+        log.warning("%s: cannot be opened again: it was replaced", inode.name)
+        return None
+
+    def _open_abandoned(self, staging: Staging, attributes: Attributes) -> OpenBlock:
+        """For readers of what will never be published; its room is theirs until they close."""
+        cache = self.pipeline.cache
+        return OpenBlock(staging.fd, attributes, cache.label, lambda fd: cache.abandon(staging), file=staging.file)
+
+    def _is_repeated(self, opcode: int, node: int, ctx: pyfuse3.RequestContext, *names: bytes) -> bool:
+        """Whether this request was asked of the daemon before, which may have done it.
+
+        The kernel found the name there (or not there, to be made) and keeps its directory locked until the answer:
+        if it is otherwise now, then because it was done.
+        """
+        key = (opcode, node, ctx.pid, names)
+        if not self._repeated[key]:
+            del self._repeated[key]
+            return False
+        self._repeated[key] -= 1
+        return True
 
     # Names
 
@@ -171,12 +306,13 @@ class Operations(pyfuse3.Operations):
         if self.virtual.owns(parent) or (parent == pyfuse3.ROOT_INODE and name == DIRECTORY_NAME):
             return self.virtual.lookup(parent, name)
         inode = await self._find(self._path(parent, name), ctx.pid)
-        inode.lookups += 1
+        self.inodes.looked_up(inode)
         return self._entry(inode)
 
     async def forget(self, inode_list: Sequence[tuple[int, int]]) -> None:
         for number, lookups in inode_list:
             self.inodes.forget(number, lookups)
+        self.commit()
 
     @handler
     async def getattr(self, number: int, ctx: pyfuse3.RequestContext) -> pyfuse3.EntryAttributes:
@@ -238,6 +374,7 @@ class Operations(pyfuse3.Operations):
         [attributes] = await self.pipeline.lookup([inode.name])
         if attributes is not None:
             inode.attributes = attributes
+            self.inodes.touch(inode)
 
     async def _truncate(self, inode: Inode, size: int) -> None:
         if inode.is_directory:
@@ -307,8 +444,11 @@ class Operations(pyfuse3.Operations):
     @handler
     async def removexattr(self, number: int, name: bytes, ctx: pyfuse3.RequestContext) -> None:
         key = os.fsdecode(name)
+        repeated = self._is_repeated(wire.REMOVEXATTR, number, ctx, name)
         inode = self._with_xattrs(number)
         if inode is not None and key not in await self._xattrs_like(inode, key):
+            if repeated:
+                return
             raise pyfuse3.FUSEError(pyfuse3.ENOATTR)
         await self._set_xattr(number, key, None)
 
@@ -356,33 +496,44 @@ class Operations(pyfuse3.Operations):
     async def mkdir(self, parent: int, name: bytes, mode: int, ctx: pyfuse3.RequestContext) -> pyfuse3.EntryAttributes:
         self._refuse_virtual(parent, name)
         path = self._path(parent, name)
+        repeated = self._is_repeated(wire.MKDIR, parent, ctx, name)
         if self.inodes.written(path):
             raise pyfuse3.FUSEError(errno.EEXIST)
-        await self.pipeline.make_directory(path, Attributes(0, 0, mode, ctx.uid, ctx.gid))
-        attributes = self.pipeline.peek(path)
+        attributes = self.pipeline.peek(path) if repeated else None
+        if attributes is None or not attributes.is_directory:
+            await self.pipeline.make_directory(path, Attributes(0, 0, mode, ctx.uid, ctx.gid))
+            attributes = self.pipeline.peek(path)
         assert attributes is not None
         inode = self.inodes.bind(path, attributes)
-        inode.lookups += 1
+        self.inodes.looked_up(inode)
         return self._entry(inode)
 
     @handler
     async def rmdir(self, parent: int, name: bytes, ctx: pyfuse3.RequestContext) -> None:
         self._refuse_virtual(parent, name)
         path = self._path(parent, name)
+        repeated = self._is_repeated(wire.RMDIR, parent, ctx, name)
         if any(self.inodes.written_below(path)):
             raise pyfuse3.FUSEError(errno.ENOTEMPTY)
-        await self.pipeline.remove_directory(path)
+        try:
+            await self.pipeline.remove_directory(path)
+        except BlockNotFound:
+            if not repeated:
+                raise
         self._detach_named(path)
 
     @handler
     async def opendir(self, number: int, ctx: pyfuse3.RequestContext) -> int:
         handle = self._next_listing
         self._next_listing += 1
-        if self.virtual.owns(number):
-            self._listings[handle] = _Listing(Inode(number, "", self.virtual.directory))
-        else:
-            self._listings[handle] = _Listing(self.inodes.get(number))
+        self._listings[handle] = _Listing(self._listed(number))
+        self._changed_opens.append(ListingRecord(handle, number))
         return handle
+
+    def _listed(self, number: int) -> Inode:
+        if self.virtual.owns(number):
+            return Inode(number, "", self.virtual.directory)
+        return self.inodes.get(number)
 
     @handler
     async def readdir(self, fh: int, start_id: int, token: pyfuse3.ReaddirToken) -> None:
@@ -412,12 +563,16 @@ class Operations(pyfuse3.Operations):
         inode = self.inodes.bind(child_of(listing.inode.name, entry.name), entry.attributes)
         shown: bool = pyfuse3.readdir_reply(token, os.fsencode(entry.name), self._entry(inode), listing.position + 1)
         if shown:
-            inode.lookups += 1
+            self.inodes.looked_up(inode)
         return shown
 
     @handler
     async def releasedir(self, fh: int) -> None:
-        await self._listings.pop(fh).close()
+        listing = self._listings.pop(fh, None)
+        self._changed_opens.append(Gone("listing", fh))
+        # Of none that is known, when it is asked a second time.
+        if listing is not None:
+            await listing.close()
 
     @handler
     async def fsyncdir(self, fh: int, datasync: bool) -> None:
@@ -440,6 +595,7 @@ class Operations(pyfuse3.Operations):
             inode = others[-1]
             assert inode.writing is not None
             inode.writing.openers.add(opener)
+            self.inodes.touch(inode)
         elif self.pipeline.peek(path) is not None:
             # It was published since the kernel looked: look again.
             raise pyfuse3.FUSEError(errno.ESTALE)
@@ -447,8 +603,9 @@ class Operations(pyfuse3.Operations):
             owner = Attributes(0, 0, stat.S_IFREG | stat.S_IMODE(mode), ctx.uid, ctx.gid)
             staging = await self.pipeline.create(attributes=owner)
             inode = self.inodes.start_writing(path, Writing(staging, opener))
-        inode.lookups += 1
-        fh = self.inodes.open_handle(inode, opener=opener, writable=flags & os.O_ACCMODE != os.O_RDONLY)
+        self.inodes.looked_up(inode)
+        writable = flags & os.O_ACCMODE != os.O_RDONLY
+        fh = self.inodes.open_handle(inode, opener=opener, writable=writable, created=True)
         return pyfuse3.FileInfo(fh=fh), self._entry(inode)
 
     @handler
@@ -461,11 +618,17 @@ class Operations(pyfuse3.Operations):
         if not stat.S_ISREG(mode):
             raise pyfuse3.FUSEError(errno.EPERM)
         path = self._path(parent, name)
-        if self.inodes.written(path) or self.pipeline.peek(path) is not None:
+        repeated = self._is_repeated(wire.MKNOD, parent, ctx, name)
+        there = self.pipeline.peek(path)
+        if repeated and there is not None and not there.is_directory:
+            inode = self.inodes.bind(path, there)
+            self.inodes.looked_up(inode)
+            return self._entry(inode)
+        if self.inodes.written(path) or there is not None:
             raise pyfuse3.FUSEError(errno.EEXIST)
         staging = await self.pipeline.create(attributes=Attributes(0, 0, mode, ctx.uid, ctx.gid))
         inode = self.inodes.start_writing(path, Writing(staging, process_of(ctx.pid)))
-        inode.lookups += 1
+        self.inodes.looked_up(inode)
         self._end_writing(inode)
         return self._entry(inode)
 
@@ -475,7 +638,9 @@ class Operations(pyfuse3.Operations):
         if self.virtual.owns(number):
             if writable:
                 raise pyfuse3.FUSEError(errno.EACCES)
-            return pyfuse3.FileInfo(fh=await self.virtual.open(number), direct_io=True)
+            virtual = await self.virtual.open(number)
+            self._changed_opens.append(VirtualRecord(virtual, number))
+            return pyfuse3.FileInfo(fh=virtual, direct_io=True)
         inode = self.inodes.get(number)
         opener = process_of(ctx.pid) if writable else 0
         if flags & os.O_TRUNC:
@@ -510,6 +675,7 @@ class Operations(pyfuse3.Operations):
         for other in self.inodes.written(inode.name):
             if other.writing is not None and other.writing.in_place:
                 other.writing.openers.add(opener)
+                self.inodes.touch(other)
                 raise pyfuse3.FUSEError(errno.ESTALE)
 
     def _is_shown(self, inode: Inode, pid: int) -> bool:
@@ -542,6 +708,7 @@ class Operations(pyfuse3.Operations):
             writing.staging.settle()
             writing.failed.clear()
             writing.claimed = True
+            self.inodes.touch(inode)
             return
         if inode.orphan:
             raise pyfuse3.FUSEError(errno.ESTALE)
@@ -555,28 +722,36 @@ class Operations(pyfuse3.Operations):
         writing = inode.writing
         assert writing is not None
         if not any(process_of(opener) for opener in writing.openers):
-            self.inodes.end_writing(inode, published=False)
-            self.pipeline.cache.abandon(writing.staging)
+            self._drop_writing(inode)
+
+    def _drop_writing(self, inode: Inode) -> None:
+        """Forget what was written to *inode*, which nobody has open."""
+        writing = inode.writing
+        assert writing is not None
+        self.inodes.end_writing(inode, published=False)
+        self.pipeline.cache.abandon(writing.staging)
 
     # Reading and writing
 
     @handler
     async def read(self, fh: int, off: int, size: int) -> bytes:
-        fh &= _OUR_HALF
+        fh &= wire.OUR_HALF
         if self.virtual.has_open(fh):
             return self.virtual.read(fh, off, size)
         inode = self.inodes.handles[fh].inode
         if inode.writing is not None:
             return os.pread(inode.writing.staging.fd, size, off)
         file = inode.file
-        assert file is not None
+        if file is None:
+            # A daemon before this one had it open, and it is gone.
+            raise pyfuse3.FUSEError(errno.EIO)
         if file.stage == self.pipeline.cache.label:
             return os.pread(file.fd, size, off)
         return await self.pipeline.read_below(file, off, size)
 
     @handler
     async def write(self, fh: int, off: int, buf: bytes) -> int:
-        fh &= _OUR_HALF
+        fh &= wire.OUR_HALF
         handle = self.inodes.handles[fh]
         handle.flushed = False
         inode = handle.inode
@@ -585,8 +760,11 @@ class Operations(pyfuse3.Operations):
             done = await self.pipeline.write(writing.staging, off, buf)
         except OSError:
             writing.failed.append((off, off + len(buf)))
+            self.inodes.touch(inode)
             raise
-        writing.written(off, off + len(buf))
+        if writing.failed:
+            writing.written(off, off + len(buf))
+            self.inodes.touch(inode)
         return done
 
     async def _start_in_place(self, inode: Inode) -> Writing:
@@ -618,7 +796,7 @@ class Operations(pyfuse3.Operations):
 
     @handler
     async def flush(self, fh: int) -> None:
-        fh &= _OUR_HALF
+        fh &= wire.OUR_HALF
         if self.virtual.has_open(fh):
             return
         handle = self.inodes.handles[fh]
@@ -626,13 +804,18 @@ class Operations(pyfuse3.Operations):
         writing = handle.inode.writing
         if handle.writable and writing is not None:
             writing.killed = not writing.in_place and being_killed(handle.opener)
+            self.inodes.touch(handle.inode)
 
     @handler
     async def release(self, fh: int) -> None:
         # No checkpoint before the block is published: what a process does after close() comes after this request,
         # and so finds the block.
-        fh &= _OUR_HALF
+        fh &= wire.OUR_HALF
         if self.virtual.release(fh):
+            self._changed_opens.append(Gone("virtual", fh))
+            return
+        if fh not in self.inodes.handles:
+            # A daemon before this one closed it, and died before it could say so.
             return
         handle = self.inodes.close_handle(fh)
         inode = handle.inode
@@ -669,21 +852,25 @@ class Operations(pyfuse3.Operations):
             if inode.handles:
                 cache.adopt(published)
                 inode.file = OpenBlock(
-                    staging.fd, published.attributes, cache.label, functools.partial(cache.close_descriptor, published)
+                    staging.fd,
+                    published.attributes,
+                    cache.label,
+                    functools.partial(cache.close_descriptor, published),
+                    file=published.file,
                 )
             else:
                 os.close(staging.fd)
         elif inode.handles:
             # Readers that found it while it was written go on; its room is theirs until they close.
             inode.attributes = staging.attributes()
-            inode.file = OpenBlock(staging.fd, inode.attributes, cache.label, lambda fd: cache.abandon(staging))
+            inode.file = self._open_abandoned(staging, inode.attributes)
         else:
             cache.abandon(staging)
         self.inodes.end_writing(inode, published=published is not None)
 
     @handler
     async def fsync(self, fh: int, datasync: bool) -> None:
-        fh &= _OUR_HALF
+        fh &= wire.OUR_HALF
         if self.virtual.has_open(fh):
             return
         inode = self.inodes.handles[fh].inode
@@ -702,6 +889,7 @@ class Operations(pyfuse3.Operations):
     async def unlink(self, parent: int, name: bytes, ctx: pyfuse3.RequestContext) -> None:
         self._refuse_virtual(parent, name)
         path = self._path(parent, name)
+        repeated = self._is_repeated(wire.UNLINK, parent, ctx, name)
         inode = await self._writing(path, ctx.pid)
         removed = inode is not None
         if inode is not None:
@@ -710,7 +898,7 @@ class Operations(pyfuse3.Operations):
         if published is not None and published.is_directory:
             raise pyfuse3.FUSEError(errno.EISDIR)
         removed = await self.pipeline.remove(path) or removed
-        if not removed:
+        if not removed and not repeated:
             # Somebody else's temporary file, seen because it is one.
             others = self.inodes.written(path) if looks_temporary(path) else []
             if not others:
@@ -738,7 +926,11 @@ class Operations(pyfuse3.Operations):
         if flags & ~pyfuse3.RENAME_NOREPLACE:
             raise pyfuse3.FUSEError(errno.EINVAL)
         old, new = self._path(parent_old, name_old), self._path(parent_new, name_new)
+        opcode = wire.RENAME2 if flags else wire.RENAME
+        repeated = self._is_repeated(opcode, parent_old, ctx, name_old, name_new)
         if old == new:
+            return
+        if repeated and await self._is_renamed(old, new, ctx.pid):
             return
         source = await self._find(old, ctx.pid)
         target = self.pipeline.peek(new)
@@ -763,6 +955,20 @@ class Operations(pyfuse3.Operations):
             self.inodes.detach(other)
         if source.writing is not None:
             self.inodes.rename(source, new)
+
+    async def _is_renamed(self, old: str, new: str, pid: int) -> bool:
+        """Whether the daemon before renamed *old* already. What it had no time to note is noted."""
+        if await self._writing(new, pid) is not None and await self._writing(old, pid) is None:
+            return True
+        if (await self.pipeline.lookup([old]))[0] is not None or await self._writing(old, pid) is not None:
+            return False
+        moved = self.inodes.named(old)
+        if moved is not None:
+            self._detach_named(new)
+            if moved.is_directory:
+                self.inodes.rename_below(old, new)
+            self.inodes.rename(moved, new)
+        return True
 
     async def _rename_directory(self, source: Inode, old: str, new: str) -> None:
         if new.startswith(old + "/"):
@@ -799,6 +1005,7 @@ class Operations(pyfuse3.Operations):
         if parent is not None:
             name = os.fsencode(path.rpartition("/")[2])
             pyfuse3.invalidate_entry_async(parent.number, name, ignore_enoent=True)
+        self.commit()
 
     def close_all(self) -> None:
         """The mount is gone: let go of every staging file and descriptor; what was being written is dropped."""
@@ -810,3 +1017,4 @@ class Operations(pyfuse3.Operations):
                 inode.file.close()
                 inode.file = None
         self.inodes.handles.clear()
+        self._journal.remove()

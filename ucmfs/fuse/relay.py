@@ -1,36 +1,64 @@
-"""The relay: a small process between /dev/fuse and the daemon, for what pyfuse3 cannot say.
+"""The relay: a small process between /dev/fuse and the daemon, which the mount is, whatever becomes of the daemon.
 
-    python relay.py FUSE_FD SOCKET_FD ENDED_FD
+    python -I -S relay.py MOUNT_POINT DEVICE NAME=FD... -- COMMAND...
 
-It copies messages, one SEQPACKET packet each, and looks into three replies only:
+It starts the daemon (COMMAND MOUNT_POINT DEVICE NAME=FD...; DEVICE is the mount's, NAME=FD are descriptors) and starts
+it again whenever it dies while the mount lives. It holds what a daemon needs of the one before: the connection to the
+kernel, the requests that have no answer yet, which are asked again, and the descriptors that it was asked to keep.
 
-- INIT: accept passthrough where the kernel offers it.
-- OPEN and CREATE: the upper half of `fh` is a backing id. Where the daemon put one, the kernel shall read and write
-  the backing file by itself (FOPEN_PASSTHROUGH), and a read-only open needs no FLUSH.
+It copies messages, one SEQPACKET packet each, and looks into few:
 
-Two threads, each a blocking loop one way (kernel.md measured this as the cheapest). A reply that the kernel could
-not take never reaches it: the request it belongs to gets EIO. When the kernel ends the connection a byte goes to
-ENDED_FD, and the relay lives until the daemon closes the socket.
+- The reply to INIT: accept passthrough where the kernel offers it.
+- Replies to OPEN and CREATE: the upper half of `fh` is a backing id. Where the daemon put one, the kernel shall read
+  and write the backing file by itself (FOPEN_PASSTHROUGH), and a read-only open needs no FLUSH. Which handles the
+  kernel has been given, and has not released, is remembered for the next daemon.
 
-Started with `-I -S` and nothing of ucmfs but wire.py: it shall be small and have no way to fail.
+A reply to nothing that was asked goes nowhere; one that the kernel could not take fails the request that it belongs
+to. Started with `-I -S` and nothing of ucmfs but wire.py: it shall be small and have no way to fail.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import importlib.util
 import os
+import select
+import signal
 import socket
 import sys
 import threading
+import time
+from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
-__all__ = ["Relay"]
+__all__ = ["RESTART", "Forwarder", "Supervisor", "device_at"]
 
 BUFFER = (1 << 20) + (1 << 16)
 """Bytes of the largest message: 1 MiB of data and its headers."""
+COPIED = 1 << 16
+"""Bytes up to which an unanswered request is kept as a copy; of a larger one the buffer itself is kept."""
+SPARE_BUFFERS = 4
+SOCKET_BUFFER = 8 << 20
+UNSENT = 4096
+"""Messages without an answer (FORGET) that are kept for the next daemon."""
+MOST_COMPLAINTS = 100
+
+RESTART = 75
+"""Exit status of a daemon that wants to be replaced (EX_TEMPFAIL)."""
+MOST_FAILURES, FAILURE_WINDOW = 5, 60.0
+"""So many daemons that fail on start within so many seconds end the mount."""
+SETTLED = 0.5
+"""Seconds that a daemon must have served to count as one that started."""
+SHUTDOWN = 120.0
+"""Seconds that a daemon may take to end once the kernel ended the connection; it writes back what is dirty."""
+
+_NOT_STARTED = 127
+_SO_SNDBUFFORCE = 32
+_MNT_DETACH, _UMOUNT_NOFOLLOW = 2, 8
 
 
 def _load_wire() -> ModuleType:
@@ -45,34 +73,106 @@ def _load_wire() -> ModuleType:
 wire = _load_wire()
 
 
-class Relay:
-    """Both directions. `_asked` holds what the replies to INIT, OPEN and CREATE are recognised by."""
+def log(level: str, text: str) -> None:
+    """One line as the daemon's log has them."""
+    now = time.time()
+    stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(now))
+    with contextlib.suppress(OSError):
+        os.write(2, f"{stamp},{int(now % 1 * 1000):03} {level} ucmfs.relay: {text}\n".encode())
 
-    def __init__(self, fuse: int, daemon: socket.socket, ended: int) -> None:
+
+class Forwarder:
+    """Both directions, one thread each: the cheapest way that kernel.md found.
+
+    `_lock` is held while a request is put among the unanswered ones and sent, so that each goes to each daemon once:
+    with attach() if it came before, else as it comes.
+    """
+
+    def __init__(self, fuse: int, ended: Callable[[], None] = lambda: None) -> None:
         self._fuse = fuse
-        self._daemon = daemon
-        self._ended = ended
-        self._asked: dict[int, tuple[int, int]] = {}
-        """By unique: opcode, and open flags or what INIT offers (flags2). Set by one thread before the request is
-        passed on, taken by the other with its reply."""
-        self.unreadable = 0
+        self._on_end = ended
+        self._lock = threading.Lock()
+        self._daemon: socket.socket | None = None
+        self._answering: threading.Thread | None = None
+        self._init = b""
+        self._pending: dict[int, bytes | memoryview] = {}
+        """Requests without a reply, by unique, in the order they came."""
+        self._unsent: deque[bytes] = deque(maxlen=UNSENT)
+        """What came without asking for a reply while there was no daemon."""
+        self._spare: list[bytearray] = []
+        self.handles: set[int] = set()
+        """What the kernel has open, by the daemon's number."""
+        self.replies = 0
+        self.complaints = 0
+        self.ended = False
+        """Whether the kernel ended the connection."""
 
-    def run(self) -> None:
-        """Until the daemon closes its end."""
+    def start(self) -> None:
+        """Begin to read requests; they wait until there is a daemon."""
         threading.Thread(target=self._requests, daemon=True).start()
-        self._replies()
+
+    @property
+    def waits(self) -> bool:
+        """Whether a request has no answer yet."""
+        return bool(self._pending)
+
+    def repeated(self) -> list[bytes]:
+        """The requests without a reply that must not be done twice."""
+        return [bytes(request) for request in list(self._pending.values()) if _opcode(request) in wire.ONCE]
+
+    # The daemon comes and goes
+
+    def attach(self, daemon: socket.socket) -> None:
+        """Send all that is unanswered to *daemon*, and what comes from now on; pass on its replies."""
+        self._answering = threading.Thread(target=self._replies, args=(daemon,), daemon=True)
+        self._answering.start()
+        # Not here: a daemon that reads nothing must not stop who watches it.
+        threading.Thread(target=self._hand_over, args=(daemon,), daemon=True).start()
+
+    def _hand_over(self, daemon: socket.socket) -> None:
+        with self._lock, contextlib.suppress(OSError):
+            self._daemon = daemon
+            if self._init and _unique(self._init) not in self._pending:
+                daemon.send(self._init)
+            while self._unsent:
+                daemon.send(self._unsent.popleft())
+            for request in list(self._pending.values()):
+                daemon.send(request)
+
+    def detach(self) -> None:
+        """The daemon is dead: pass on what it answered, then forget it."""
+        assert self._answering is not None
+        # Its end is closed: the last packet is followed by an end of file, and who is sending to it gets an error.
+        self._answering.join()
+        with self._lock:
+            if self._daemon is not None:
+                self._daemon.close()
+            self._daemon = None
+
+    # Requests
 
     def _requests(self) -> None:
         buffer = bytearray(BUFFER)
-        view = memoryview(buffer)
         while (size := self._read(buffer)) >= wire.IN_HEADER.size:
-            self._note(view[:size])
-            try:
-                self._daemon.send(view[:size])
-            except OSError:
-                return
-        with contextlib.suppress(OSError):  # nobody there to be told
-            os.write(self._ended, b"\0")
+            view = memoryview(buffer)[:size]
+            _, opcode, unique, *_ = wire.IN_HEADER.unpack_from(view)
+            with self._lock:
+                if opcode == wire.INIT:
+                    self._init = bytes(view)
+                if opcode not in wire.UNANSWERED:
+                    if size <= COPIED:
+                        self._pending[unique] = bytes(view)
+                    else:
+                        self._pending[unique] = view
+                        buffer = self._spare.pop() if self._spare else bytearray(BUFFER)
+                elif self._daemon is None:
+                    self._unsent.append(bytes(view))
+                if self._daemon is not None:
+                    # Without anybody there: whoever comes next is asked.
+                    with contextlib.suppress(OSError):
+                        self._daemon.send(view)
+        self.ended = True
+        self._on_end()
 
     def _read(self, buffer: bytearray) -> int:
         """One request; 0 when the kernel has ended the connection."""
@@ -84,22 +184,15 @@ class Relay:
                 if error.errno not in (errno.EINTR, errno.EAGAIN, errno.ENOENT):
                     return 0
 
-    def _note(self, request: memoryview) -> None:
-        _, opcode, unique, *_ = wire.IN_HEADER.unpack_from(request)
-        if opcode == wire.OPEN:
-            self._asked[unique] = opcode, wire.OPEN_IN.unpack_from(request, wire.IN_HEADER.size)[0]
-        elif opcode == wire.CREATE:
-            self._asked[unique] = opcode, os.O_RDWR
-        elif opcode == wire.INIT and len(request) >= wire.IN_HEADER.size + wire.INIT_IN.size:
-            *_, flags, flags2 = wire.INIT_IN.unpack_from(request, wire.IN_HEADER.size)
-            self._asked[unique] = opcode, flags2 if flags & wire.INIT_EXT else 0
+    # Replies
 
-    def _replies(self) -> None:
+    def _replies(self, daemon: socket.socket) -> None:
+        """Until the daemon's end is closed."""
         buffer = bytearray(BUFFER)
         view = memoryview(buffer)
         while True:
             try:
-                size = self._daemon.recv_into(buffer)
+                size = daemon.recv_into(buffer)
             except OSError:
                 return
             if size == 0:
@@ -112,30 +205,43 @@ class Relay:
             self._complain(f"a packet of {len(reply)} bytes")
             return
         length, error, unique = wire.OUT_HEADER.unpack_from(reply)
-        asked = self._asked.pop(unique, None)
+        request = self._pending.get(unique)
+        if request is None:
+            if length != len(reply) or unique:
+                self._stray(unique, length, len(reply))
+            else:
+                self._write(reply, 0)
+            return
+        self.replies += 1
         if length != len(reply):
             self._complain(f"a reply of {len(reply)} bytes that says {length}")
             self._write(wire.error_reply(unique, errno.EIO), unique)
-            return
-        if asked is not None and error == 0 and not self._amend(reply, *asked):
-            self._complain(f"a reply of {len(reply)} bytes to opcode {asked[0]}")
+        elif error or self._amend(reply, request):
+            self._write(reply, unique)
+        else:
+            self._complain(f"a reply of {len(reply)} bytes to opcode {_opcode(request)}")
             self._write(wire.error_reply(unique, errno.EIO), unique)
-            return
-        self._write(reply, unique)
+        if _opcode(request) == wire.RELEASE:
+            self.handles.discard(wire.RELEASE_IN.unpack_from(request, wire.IN_HEADER.size)[0] & wire.OUR_HALF)
+        del self._pending[unique]
+        if isinstance(request, memoryview) and len(self._spare) < SPARE_BUFFERS:
+            assert isinstance(request.obj, bytearray)
+            self._spare.append(request.obj)
 
-    def _amend(self, reply: memoryview, opcode: int, asked: int) -> bool:
-        """Say in *reply* what pyfuse3 cannot; False if it cannot be a reply to *opcode*."""
-        start: int = wire.OUT_HEADER.size
+    def _stray(self, unique: int, length: int, size: int) -> None:
+        """A reply to no request: the second INIT's, which the kernel never sent, or nonsense."""
+        if length != size or not self._init or unique != _unique(self._init):
+            self._complain(f"{size} bytes that answer nothing")
+
+    def _amend(self, reply: memoryview, request: bytes | memoryview) -> bool:
+        """Say in *reply* what pyfuse3 cannot; False if it cannot be a reply to *request*."""
+        opcode = _opcode(request)
         if opcode == wire.INIT:
-            if len(reply) < start + wire.INIT_OUT_SIZE or not asked & wire.INIT_PASSTHROUGH2:
-                return True
-            for offset, bits in ((12, wire.INIT_EXT), (wire.INIT_FLAGS2, wire.INIT_PASSTHROUGH2)):
-                (flags,) = wire.INIT_FLAGS.unpack_from(reply, start + offset)
-                wire.INIT_FLAGS.pack_into(reply, start + offset, flags | bits)
-            wire.INIT_FLAGS.pack_into(reply, start + wire.INIT_STACK_DEPTH, 1)
+            self._amend_init(reply, request)
             return True
-        if opcode == wire.CREATE:
-            start += wire.ENTRY_OUT_SIZE
+        if opcode not in (wire.OPEN, wire.CREATE):
+            return True
+        start: int = wire.OUT_HEADER.size + (wire.ENTRY_OUT_SIZE if opcode == wire.CREATE else 0)
         if len(reply) < start + wire.OPEN_OUT.size:
             return False
         fh, flags, _ = wire.OPEN_OUT.unpack_from(reply, start)
@@ -145,37 +251,285 @@ class Relay:
         if backing:
             # FOPEN_DIRECT_IO stays: with it the daemon serves this open, beside others that the kernel serves.
             flags = flags & ~wire.FOPEN_KEEP_CACHE | wire.FOPEN_PASSTHROUGH
-            if asked & os.O_ACCMODE == os.O_RDONLY:
-                flags |= wire.FOPEN_NOFLUSH
+            if opcode == wire.OPEN:
+                (asked, _) = wire.OPEN_IN.unpack_from(request, wire.IN_HEADER.size)
+                if asked & os.O_ACCMODE == os.O_RDONLY:
+                    flags |= wire.FOPEN_NOFLUSH
             wire.OPEN_OUT.pack_into(reply, start, fh, flags, backing)
+        self.handles.add(fh & wire.OUR_HALF)
         return True
+
+    def _amend_init(self, reply: memoryview, request: bytes | memoryview) -> None:
+        start: int = wire.OUT_HEADER.size
+        if len(request) < wire.IN_HEADER.size + wire.INIT_IN.size or len(reply) < start + wire.INIT_OUT_SIZE:
+            return
+        *_, offered, offered2 = wire.INIT_IN.unpack_from(request, wire.IN_HEADER.size)
+        if not offered & wire.INIT_EXT or not offered2 & wire.INIT_PASSTHROUGH2:
+            return
+        for offset, bits in ((12, wire.INIT_EXT), (wire.INIT_FLAGS2, wire.INIT_PASSTHROUGH2)):
+            (flags,) = wire.INIT_FLAGS.unpack_from(reply, start + offset)
+            wire.INIT_FLAGS.pack_into(reply, start + offset, flags | bits)
+        wire.INIT_FLAGS.pack_into(reply, start + wire.INIT_STACK_DEPTH, 1)
 
     def _write(self, reply: memoryview | bytes, unique: int) -> None:
         try:
             os.write(self._fuse, reply)
         except OSError as error:
-            # ENOENT: whoever asked was interrupted, and waits no more. ENODEV: the mount is gone.
+            # ENOENT: whoever asked was interrupted, and waits no more; for a notification, nothing is known of what it
+            # is about. ENODEV: the mount is gone.
             if error.errno not in (errno.ENOENT, errno.ENODEV) and unique:
                 self._complain(f"a reply that the kernel refuses ({error.strerror})")
-                self._fail(unique)
-
-    def _fail(self, unique: int) -> None:
-        try:
-            os.write(self._fuse, wire.error_reply(unique, errno.EIO))
-        except OSError as error:
-            if error.errno not in (errno.ENOENT, errno.ENODEV, errno.EINVAL):
-                self._complain(f"an error that the kernel refuses ({error.strerror})")
+                with contextlib.suppress(OSError):
+                    os.write(self._fuse, wire.error_reply(unique, errno.EIO))
 
     def _complain(self, what: str) -> None:
         """To the log; not without end, for a daemon gone mad must not fill the disk."""
-        self.unreadable += 1
-        if self.unreadable <= 100:
-            print(f"ucmfs relay: the daemon sent {what}", file=sys.stderr, flush=True)
+        self.complaints += 1
+        if self.complaints <= MOST_COMPLAINTS:
+            log("ERROR", f"the daemon sent {what}")
+
+
+def _opcode(request: bytes | memoryview) -> int:
+    return int(wire.IN_HEADER.unpack_from(request)[1])
+
+
+def _unique(request: bytes | memoryview) -> int:
+    return int(wire.IN_HEADER.unpack_from(request)[2])
+
+
+class Supervisor:
+    """Starts the daemon, watches it, and starts the next one; the only one that decides when the mount is over."""
+
+    def __init__(self, mount_point: str, device: str, fds: dict[str, int], command: list[str]) -> None:
+        self._mount_point = mount_point
+        self._device = device
+        self._command = command
+        self._kept = fds
+        """Descriptors that every daemon inherits, by name. "report" is for the first only."""
+        self._wake, self._woken = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._forwarder = Forwarder(fds["fuse"], ended=lambda: self._nudge())
+        self._starts = 0
+        self._side: socket.socket | None = None
+        self._process = -1  # pidfd
+        self._ready_since = 0.0
+        self._hang_timeout = 0.0
+        self._ponged = True
+
+    def run(self) -> int:
+        """Until the mount is over; give the exit status."""
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, self._pass_signal)
+        self._forwarder.start()
+        failures: deque[float] = deque(maxlen=MOST_FAILURES)
+        while True:
+            pid = self._start()
+            status = _NOT_STARTED if pid is None else self._watch(pid)
+            served = self._ready_since > 0
+            if status == 0 or self._forwarder.ended or not (served or self._starts > 1):
+                # In order, or nothing is there to be served, or the command that mounts is told and sees to it.
+                break
+            if status != RESTART:
+                log("WARNING", f"the daemon (pid {pid}) {_ended_how(status)}; starting another, nothing is lost")
+            if not served or time.monotonic() - self._ready_since < SETTLED:
+                failures.append(time.monotonic())
+                if len(failures) == MOST_FAILURES and failures[-1] - failures[0] < FAILURE_WINDOW:
+                    reason = f"the last one {_ended_how(status)}; its reason is above"
+                    log("ERROR", f"{MOST_FAILURES} daemons in a row failed on start, {reason}. The mount is ended")
+                    break
+        self._take_away()
+        return status
+
+    # One daemon
+
+    def _start(self) -> int | None:
+        """Start a daemon; give its pid, or None where the system refuses."""
+        messages, theirs = _socketpair()
+        self._side, side_theirs = _socketpair()
+        self._ready_since, self._ponged = 0.0, True
+        fds = {**self._kept, "messages": theirs.fileno(), "side": side_theirs.fileno()}
+        if self._starts:
+            known = os.memfd_create("known")
+            os.write(known, wire.pack_known(self._starts, self._forwarder.handles, self._forwarder.repeated()))
+            fds["known"] = known
+        self._starts += 1
+        try:
+            pid = self._spawn(fds)
+        except OSError as error:
+            log("ERROR", f"{self._command[0]}: {error.strerror}")
+            messages.close()
+            return None
+        finally:
+            theirs.close()
+            side_theirs.close()
+            for name in ("report", "known"):
+                if name in fds:
+                    os.close(fds[name])
+                    self._kept.pop(name, None)
+        self._process = os.pidfd_open(pid)
+        self._forwarder.attach(messages)
+        return pid
+
+    def _spawn(self, fds: dict[str, int]) -> int:
+        return os.posix_spawn(
+            self._command[0],
+            [*self._command, self._mount_point, self._device, *(f"{name}={fd}" for name, fd in fds.items())],
+            os.environ,
+            # A descriptor duplicated to its own number is inherited.
+            file_actions=[(os.POSIX_SPAWN_DUP2, fd, fd) for fd in fds.values()],
+            # A Ctrl-C is for the relay, which passes it on once.
+            setsid=True,
+            setsigdef=[signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGPIPE],
+        )
+
+    def _watch(self, pid: int) -> int:
+        """Until daemon *pid* is gone; give its exit status, negative for a signal."""
+        assert self._side is not None
+        poll = select.poll()
+        for fd in (self._process, self._side.fileno(), self._wake):
+            poll.register(fd, select.POLLIN)
+        told_end = False
+        deadline = float("inf")
+        while True:
+            # The ticks are half as long as the time after which a daemon hangs: one to ask, one to wait.
+            tick = self._hang_timeout / 2 if self._ready_since and self._hang_timeout else 3600.0
+            events = dict(poll.poll(min(tick, max(0.0, deadline - time.monotonic())) * 1000))
+            if self._side.fileno() in events and not self._hear():
+                poll.unregister(self._side.fileno())
+            if self._process in events:
+                break
+            if self._wake in events:
+                os.read(self._wake, 100)
+            if self._forwarder.ended and not told_end:
+                told_end = True
+                deadline = time.monotonic() + SHUTDOWN
+                self._tell(wire.KIND_ENDED)
+            if time.monotonic() > deadline:
+                log("ERROR", f"the mount is gone, but the daemon (pid {pid}) does not end; it is killed")
+                self._kill()
+            elif not events and self._hangs():
+                log("ERROR", f"the daemon (pid {pid}) answered nothing for {self._hang_timeout:g} s; it is killed")
+                self._kill()
+        while self._hear():
+            pass
+        _, status = os.waitpid(pid, 0)
+        self._forwarder.detach()
+        self._side.close()
+        os.close(self._process)
+        return os.waitstatus_to_exitcode(status)
+
+    def _hangs(self) -> bool:
+        """A tick passed: whether the daemon should have answered by now. Asks it, for the next tick to know."""
+        if not self._ready_since:
+            return False
+        hangs = not self._ponged and self._forwarder.waits
+        if self._ponged:
+            self._ponged = False
+            self._tell(wire.KIND_PING)
+        return hangs
+
+    def _hear(self) -> bool:
+        """One packet of the side channel, if there is one; False at its end."""
+        assert self._side is not None
+        try:
+            packet, fds, _, _ = socket.recv_fds(self._side, 4096, 4, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return False
+        if not packet:
+            return False
+        kind, name = packet[0], packet[1:].decode(errors="replace")
+        if kind == wire.KIND_READY and len(packet) == wire.READY.size:
+            self._hang_timeout = max(0.0, wire.READY.unpack(packet)[1])
+            self._ready_since = time.monotonic()
+        elif kind == wire.KIND_PONG:
+            self._ponged = True
+        elif kind == wire.KIND_KEEP and fds and name not in ("", "fuse"):
+            self._drop(name)
+            self._kept[name] = fds.pop()
+            os.set_inheritable(self._kept[name], False)
+        elif kind == wire.KIND_DROP and name != "fuse":
+            self._drop(name)
+        else:
+            log("ERROR", f"the daemon said something unknown ({len(packet)} bytes of kind {kind})")
+        for fd in fds:
+            os.close(fd)
+        return True
+
+    def _drop(self, name: str) -> None:
+        fd = self._kept.pop(name, None)
+        if fd is not None:
+            os.close(fd)
+
+    def _tell(self, kind: int) -> None:
+        assert self._side is not None
+        with contextlib.suppress(OSError):  # its end, or full: either is seen elsewhere
+            self._side.send(bytes([kind]), socket.MSG_DONTWAIT)
+
+    def _kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._process, signal.SIGKILL)
+
+    def _nudge(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._woken, b"\0")
+
+    def _pass_signal(self, number: int, frame: object) -> None:
+        """The daemon writes back and ends the mount."""
+        if self._process >= 0:
+            with contextlib.suppress(OSError):
+                signal.pidfd_send_signal(self._process, signal.SIGTERM)
+
+    def _take_away(self) -> None:
+        """Unmount what is still mounted of this connection: its files give an error from now on."""
+        if self._forwarder.ended or device_at(self._mount_point) != self._device:
+            return
+        if os.geteuid() == 0:
+            ctypes.CDLL(None).umount2(os.fsencode(self._mount_point), _UMOUNT_NOFOLLOW | _MNT_DETACH)
+        else:
+            with contextlib.suppress(OSError):
+                os.spawnlp(os.P_WAIT, "fusermount3", "fusermount3", "-u", "-z", "-q", "--", self._mount_point)
+
+
+def device_at(mount_point: str) -> str:
+    """The device number of what is mounted uppermost at *mount_point*, '' for nothing. Asks no file system."""
+    found = b""
+    with open("/proc/self/mountinfo", "rb") as mountinfo:
+        for line in mountinfo:
+            fields = line.split(b" ", 5)
+            if fields[4].decode("unicode_escape").encode("latin-1") == os.fsencode(mount_point):
+                found = fields[2]
+    return found.decode()
+
+
+def _socketpair() -> tuple[socket.socket, socket.socket]:
+    pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    for end in pair:
+        try:
+            end.setsockopt(socket.SOL_SOCKET, _SO_SNDBUFFORCE, SOCKET_BUFFER)
+        except PermissionError:
+            # A packet is sent whole or not at all; without root, net.core.wmem_max bounds it.
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER)
+    return pair
+
+
+def _ended_how(status: int) -> str:
+    if status < 0:
+        with contextlib.suppress(ValueError):
+            return f"was ended by {signal.Signals(-status).name}"
+        return f"was ended by signal {-status}"
+    return f"ended with status {status}"
 
 
 def main() -> None:
-    fuse, daemon, ended = map(int, sys.argv[1:])
-    Relay(fuse, socket.socket(fileno=daemon), ended).run()
+    at = sys.argv.index("--")
+    mount_point, device, *named = sys.argv[1:at]
+    fds = {name: int(fd) for name, fd in (word.split("=") for word in named)}
+    for fd in fds.values():
+        os.set_inheritable(fd, False)
+    status = Supervisor(mount_point, device, fds, sys.argv[at + 1 :]).run()
+    # Threads that wait for the kernel are no reason to stay.
+    os._exit(status if status >= 0 else 128 - status)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import errno
 import os
 import stat
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 
 import pyfuse3
 
@@ -36,7 +36,7 @@ class Virtual:
         self._names = {name.encode(): number for number, name in enumerate(files, _FIRST_FILE)}
         self._texts = dict(enumerate(files.values(), _FIRST_FILE))
         self._has_socket = False
-        self._open: dict[int, bytes] = {}
+        self._open: dict[int, tuple[int, bytes]] = {}
         self._next = FIRST_HANDLE
 
     def owns(self, number: int) -> bool:
@@ -62,6 +62,10 @@ class Virtual:
             attributes = Attributes(0, now, mode, os.geteuid(), os.getegid(), now)
         return entry_attributes(number, attributes, _TTL)
 
+    def adopt_socket(self) -> None:
+        """A daemon before this one bound it."""
+        self._has_socket = True
+
     def make_socket(self, name: bytes) -> pyfuse3.EntryAttributes:
         """The daemon binds its socket."""
         if name != SOCKET_NAME:
@@ -85,14 +89,24 @@ class Virtual:
             raise pyfuse3.FUSEError(errno.ENXIO) from None
         handle = self._next
         self._next = FIRST_HANDLE | (self._next + 1) % FIRST_HANDLE
-        self._open[handle] = text
+        self._open[handle] = (number, text)
         return handle
+
+    async def reopen(self, handle: int, number: int) -> None:
+        """A daemon before this one opened file *number* as *handle*: what was not read yet is told anew."""
+        if number in self._texts:
+            self._open[handle] = (number, await self._texts[number]())
+            self._next = max(self._next, FIRST_HANDLE | (handle + 1) % FIRST_HANDLE)
+
+    def opened(self) -> Iterator[tuple[int, int]]:
+        """(handle, number) of each open file."""
+        return ((handle, number) for handle, (number, _) in self._open.items())
 
     def has_open(self, handle: int) -> bool:
         return handle in self._open
 
     def read(self, handle: int, offset: int, size: int) -> bytes:
-        return self._open[handle][offset : offset + size]
+        return self._open[handle][1][offset : offset + size]
 
     def release(self, handle: int) -> bool:
         """Close *handle*; False if it is not one of these."""

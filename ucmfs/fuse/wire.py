@@ -1,36 +1,27 @@
-"""The few FUSE messages that are touched on their way (include/uapi/linux/fuse.h, little endian).
+"""What goes between kernel, relay and daemon: the few FUSE messages that are looked into, and the side channel.
 
-Imported by the relay, which imports next to nothing: only the standard library's struct may be needed here.
+FUSE messages are those of include/uapi/linux/fuse.h, little endian. Imported by the relay, which imports next to
+nothing: only the standard library's struct may be needed here.
 """
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterable, Iterator
 
-__all__ = [
-    "CREATE",
-    "ENTRY_OUT_SIZE",
-    "FOPEN_DIRECT_IO",
-    "FOPEN_KEEP_CACHE",
-    "FOPEN_NOFLUSH",
-    "FOPEN_PASSTHROUGH",
-    "INIT",
-    "INIT_EXT",
-    "INIT_FLAGS",
-    "INIT_FLAGS2",
-    "INIT_IN",
-    "INIT_OUT_SIZE",
-    "INIT_PASSTHROUGH2",
-    "INIT_STACK_DEPTH",
-    "IN_HEADER",
-    "OPEN",
-    "OPEN_IN",
-    "OPEN_OUT",
-    "OUT_HEADER",
-    "error_reply",
-]
+VERSION = 1
+"""Of what relay and daemon say to each other: a daemon that replaces another finds the relay of the first."""
 
-OPEN, INIT, CREATE = 14, 26, 35
+# FUSE
+
+GETATTR, FORGET, SETATTR, MKNOD, MKDIR, UNLINK, RMDIR, RENAME = 3, 2, 4, 8, 9, 10, 11, 12
+OPEN, READ, WRITE, RELEASE, FSYNC, REMOVEXATTR, INIT, CREATE = 14, 15, 16, 18, 20, 24, 26, 35
+INTERRUPT, DESTROY, BATCH_FORGET, RENAME2 = 36, 38, 42, 45
+
+UNANSWERED = frozenset({FORGET, BATCH_FORGET, INTERRUPT})
+"""Opcodes that get no reply."""
+ONCE = frozenset({MKNOD, MKDIR, UNLINK, RMDIR, RENAME, RENAME2, REMOVEXATTR})
+"""Opcodes whose second time would fail: the daemon has to know that it is the second."""
 
 IN_HEADER = struct.Struct("<IIQQIIIHH")
 """len, opcode, unique, nodeid, uid, gid, pid, total_extlen, padding"""
@@ -53,7 +44,54 @@ OPEN_OUT = struct.Struct("<QIi")
 ENTRY_OUT_SIZE = 128
 FOPEN_DIRECT_IO, FOPEN_KEEP_CACHE, FOPEN_NOFLUSH, FOPEN_PASSTHROUGH = 1 << 0, 1 << 1, 1 << 5, 1 << 7
 
+RELEASE_IN = struct.Struct("<Q")
+"""fh, and more"""
+OUR_HALF = 0xFFFFFFFF
+"""Of a file handle: the daemon's number. The upper half is the backing id, or 0."""
+
 
 def error_reply(unique: int, errno: int) -> bytes:
     """The reply that fails request *unique*."""
     return OUT_HEADER.pack(OUT_HEADER.size, -errno, unique)
+
+
+# The side channel: one packet each, the kind in its first byte
+
+READY = struct.Struct("<Bd")
+"""From the daemon: it serves. Kind, and the seconds without an answer after which it hangs."""
+KIND_READY, KIND_PING, KIND_PONG, KIND_ENDED, KIND_KEEP, KIND_DROP = range(6)
+"""PING and ENDED (the kernel ended the connection) are from the relay, the others from the daemon. KEEP comes with a
+descriptor that the next daemon inherits, under the name that follows the kind; DROP closes it."""
+
+
+# What a new daemon is told of the one before
+
+
+def pack_known(starts: int, handles: Iterable[int], requests: Iterable[bytes]) -> bytes:
+    """For a daemon that replaces another: which handles the kernel has, and which requests of ONCE it repeats."""
+    numbers = list(handles)
+    parts = [struct.pack(f"<II{len(numbers)}I", starts, len(numbers), *numbers)]
+    for request in requests:
+        parts += [struct.pack("<I", len(request)), request]
+    return b"".join(parts)
+
+
+def unpack_known(data: bytes) -> tuple[int, set[int], list[bytes]]:
+    """(number of daemons before, handles, requests) from what pack_known() made."""
+    starts, count = struct.unpack_from("<II", data)
+    handles = struct.unpack_from(f"<{count}I", data, 8)
+    return starts, set(handles), list(_requests(data, 8 + 4 * count))
+
+
+def _requests(data: bytes, at: int) -> Iterator[bytes]:
+    while at < len(data):
+        (length,) = struct.unpack_from("<I", data, at)
+        yield data[at + 4 : at + 4 + length]
+        at += 4 + length
+
+
+def names_in(request: bytes) -> tuple[bytes, ...]:
+    """The names that a request of ONCE holds."""
+    _, opcode, *_ = IN_HEADER.unpack_from(request)
+    before = {MKNOD: 16, MKDIR: 8, RENAME: 8, RENAME2: 16}.get(opcode, 0)
+    return tuple(request[IN_HEADER.size + before :].split(b"\0")[:-1])

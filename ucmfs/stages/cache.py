@@ -5,6 +5,7 @@
     <cache_dir>/clean/<name>      blocks that it has; every directory of the mount that is known here
     <cache_dir>/staging/<n>       blocks being written or filled: nobody sees them
     <cache_dir>/trash/<n>         blocks replaced, removed or evicted while something had them open
+    <cache_dir>/journal           what the kernel was told, for the next daemon of a mount (fuse/journal.py)
 
 A block becomes visible by rename out of staging/ and clean by rename out of dirty/, so a process that starts
 after a crash finds every block, and every dirty one, without a log. In memory there is an index of the same;
@@ -101,10 +102,26 @@ class CacheOptions(Options):
 class Cached:
     """One published version of a block in the Cache. A new version is a new object."""
 
-    __slots__ = ("attributes", "below", "charge", "dirty", "lent", "name", "opens", "pinned", "retired", "revision")
+    __slots__ = (
+        "attributes",
+        "below",
+        "charge",
+        "dirty",
+        "file",
+        "lent",
+        "name",
+        "opens",
+        "pinned",
+        "retired",
+        "revision",
+    )
 
-    def __init__(self, name: str, attributes: Attributes, charge: int, *, dirty: bool, pinned: bool = False) -> None:
+    def __init__(
+        self, name: str, attributes: Attributes, charge: int, file: int, *, dirty: bool, pinned: bool = False
+    ) -> None:
         self.name = name
+        self.file = file
+        """The number of its inode on the tmpfs, which no other file ever has."""
         self.attributes = attributes
         self.charge = charge
         self.dirty = dirty
@@ -139,12 +156,22 @@ class EvictionOrder(Protocol):
 class OpenBlock:
     """A descriptor of a published block, and what it was when opened. Close it once."""
 
-    __slots__ = ("_close", "attributes", "fd", "stage")
+    __slots__ = ("_close", "attributes", "fd", "file", "stage")
 
-    def __init__(self, fd: int, attributes: Attributes, stage: str, close: Callable[[int], None] = os.close) -> None:
+    def __init__(
+        self,
+        fd: int,
+        attributes: Attributes,
+        stage: str,
+        close: Callable[[int], None] = os.close,
+        *,
+        file: int = 0,
+    ) -> None:
         self.fd = fd
         self.attributes = attributes
         self.stage = stage
+        self.file = file
+        """The number of the file's inode in the Cache; 0 where another stage has it."""
         self._close = close
 
     def close(self) -> None:
@@ -157,12 +184,13 @@ class Staging:
     `floor` bytes stay reserved whatever was written; `pending` are reserved for writes under way.
     """
 
-    __slots__ = ("_cache", "charge", "fd", "floor", "path", "pending")
+    __slots__ = ("_cache", "charge", "fd", "file", "floor", "path", "pending")
 
     def __init__(self, cache: Cache, fd: int, path: str) -> None:
         self._cache = cache
         self.fd = fd
         self.path = path
+        self.file = os.fstat(fd).st_ino
         self.charge = 0
         self.floor = 0
         self.pending = 0
@@ -205,6 +233,10 @@ class Cache(Stage):
         self._trash = f"{directory}/trash"
         self._serial = itertools.count()
         self._retired: set[Cached] = set()
+        self.wanted: frozenset[int] = frozenset()
+        """To be set before the start: the inodes of files in staging/ and trash/ that the mount still needs."""
+        self._leftovers: dict[int, str] = {}
+        """Staging files of an earlier process that are wanted, by inode."""
         self._lock: int | None = None
 
     # Start and stop
@@ -245,9 +277,7 @@ class Cache(Stage):
                 f"cache's {self.capacity / GIB:.2f} GiB; lower the capacity or give the file system more",
                 path="cache_dir",
             )
-        for leftover in (self._staging, self._trash):
-            for entry in os.scandir(leftover):
-                os.unlink(entry.path)
+        self._sort_leftovers()
         found = [*self._walk(self._clean, dirty=False), *self._walk(self._dirty, dirty=True)]
         found.sort(key=lambda block: max(block.attributes.mtime_ns, block.attributes.atime_ns))
         for block in found:
@@ -262,8 +292,29 @@ class Cache(Stage):
                 self.used -= old.charge
             self._admit(block)
             self.used += block.charge
-        while self.used > self.capacity and (victim := self.order.first()) is not None:
-            self.evict(victim)
+        while self.used > self.capacity and self.evict_one():
+            pass
+
+    def _sort_leftovers(self) -> None:
+        """What an earlier process left in staging/ and trash/ goes, unless it is wanted or open somewhere."""
+        highest = -1
+        for entry in os.scandir(self._staging):
+            if entry.inode() in self.wanted:
+                self._leftovers[entry.inode()] = entry.path
+                highest = max(highest, int(entry.name))
+            else:
+                os.unlink(entry.path)
+        for entry in os.scandir(self._trash):
+            found = entry.stat()
+            if found.st_ino not in self.wanted and not _open_elsewhere(entry.path):
+                os.unlink(entry.path)
+                continue
+            block = Cached(entry.name, Attributes.of(found), found.st_blocks * 512, found.st_ino, dirty=False)
+            block.retired, block.lent = entry.path, True
+            self._retired.add(block)
+            self.used += block.charge
+            highest = max(highest, int(entry.name))
+        self._serial = itertools.count(highest + 1)
 
     def _walk(self, tree: str, *, dirty: bool) -> Iterator[Cached]:
         directories = [tree]
@@ -276,7 +327,11 @@ class Cache(Stage):
                         found = entry.stat(follow_symlinks=False)
                         pinned = PIN_XATTR in read_xattrs(entry.path)
                         name = entry.path[len(tree) + 1 :]
-                        yield Cached(name, Attributes.of(found), found.st_blocks * 512, dirty=dirty, pinned=pinned)
+                        charge = found.st_blocks * 512
+                        block = Cached(name, Attributes.of(found), charge, found.st_ino, dirty=dirty, pinned=pinned)
+                        # The earlier process may have lent it.
+                        block.lent = True
+                        yield block
 
     # Bytes
 
@@ -317,7 +372,7 @@ class Cache(Stage):
             os.utime(staging.fd, ns=(attributes.atime_ns, attributes.mtime_ns))
         staging.floor = 0
         staging.settle()
-        block = Cached(name, staging.attributes(), staging.charge, dirty=dirty)
+        block = Cached(name, staging.attributes(), staging.charge, staging.file, dirty=dirty)
         if attributes is not None and os.geteuid() != 0:
             # The file could not be given to its owner; the index knows it all the same.
             block.attributes = _merge(block.attributes, Changes(uid=attributes.uid, gid=attributes.gid))
@@ -353,7 +408,7 @@ class Cache(Stage):
         """A read-only descriptor of *block*, which is not evicted while it is open. Counts as a use."""
         fd = os.open(self._path(block), os.O_RDONLY | os.O_CLOEXEC)
         self.adopt(block)
-        return OpenBlock(fd, block.attributes, self.label, lambda fd: self.close_descriptor(block, fd))
+        return OpenBlock(fd, block.attributes, self.label, lambda fd: self.close_descriptor(block, fd), file=block.file)
 
     def adopt(self, block: Cached) -> None:
         """Count one more descriptor of this process on *block*."""
@@ -375,6 +430,28 @@ class Cache(Stage):
         """Close *fd*, a descriptor of *block* that was counted with adopt()."""
         os.close(fd)
         self.release(block)
+
+    # What an earlier process had open
+
+    def by_file(self) -> dict[int, Cached]:
+        """The blocks, retired ones too, by the number of their inode."""
+        return {block.file: block for block in (*self.blocks.values(), *self._retired)}
+
+    def reopen_staging(self, file: int) -> Staging | None:
+        """The wanted staging file with inode *file*, if it is (still) one."""
+        path = self._leftovers.pop(file, None)
+        if path is None:
+            return None
+        staging = Staging(self, os.open(path, os.O_RDWR | os.O_CLOEXEC), path)
+        staging.settle()
+        return staging
+
+    def drop_leftovers(self) -> None:
+        """Everything wanted was reopened: what is left of an earlier process goes."""
+        for path in self._leftovers.values():
+            os.unlink(path)
+        self._leftovers.clear()
+        self.reclaim()
 
     # Leaving
 
