@@ -9,6 +9,7 @@ import select
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -86,15 +87,32 @@ class Mounted:
         done = self.ucmfs("lookup", self.point, "--json", *names, check=False)
         return [row["size"] is not None for row in json.loads(done.stdout)]
 
-    def kill_daemon(self, *, clear: bool = True) -> None:
-        """SIGKILL; wait until it is gone, its relay too, and with *clear* take its dead mount away."""
-        status = self.status()
-        ending = [os.pidfd_open(pid) for pid in (status["pid"], status["relay_pid"]) if pid is not None]
-        os.kill(status["pid"], signal.SIGKILL)
+    def kill_all(self, *, clear: bool = True, status: dict[str, Any] | None = None) -> None:
+        """SIGKILL for relay and daemon; wait until they are gone, and with *clear* take the dead mount away.
+
+        With *status*, asked for before, nothing comes before the signal.
+        """
+        status = status or self.status()
+        ending = [os.pidfd_open(pid) for pid in (status["relay_pid"], status["daemon_pid"])]
+        for process in ending:
+            signal.pidfd_send_signal(process, signal.SIGKILL)
         for process in ending:
             self.wait_exit(process)
         if clear:
             subprocess.run(["umount", "-l", str(self.point)], check=True)
+
+    def kill_daemon(self) -> None:
+        """SIGKILL for the daemon; wait until another serves."""
+        self.expect("was ended by SIGKILL; starting another")
+        pid = self.status()["daemon_pid"]
+        os.kill(pid, signal.SIGKILL)
+        self.wait_for_daemon(pid)
+
+    def wait_for_daemon(self, before: int) -> None:
+        """Wait until another daemon than *before* answers."""
+        deadline = time.monotonic() + 60
+        while json.loads((self.point / ".ucmfs/stats.json").read_text())["daemon_pid"] == before:
+            assert time.monotonic() < deadline
 
     @staticmethod
     def wait_exit(pidfd: int) -> None:

@@ -314,7 +314,7 @@ def nobody_answers(make: MakeMount) -> str:
 
 def dead(make: MakeMount) -> str:
     mounted = make()
-    mounted.kill_daemon(clear=False)
+    mounted.kill_all(clear=False)
     with pytest.raises(OSError, match="not connected") as found:
         (mounted / "block").read_bytes()
     mounted.ucmfs("umount", mounted.point)

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from ucmfs.config import Section, masked
 from ucmfs.control import protocol, server
 from ucmfs.errors import ProtocolError, sole_error
 from ucmfs.fuse import mounts, wire
-from ucmfs.fuse.journal import Recalled
+from ucmfs.fuse.journal import Journal, Recalled, read
 from ucmfs.fuse.link import Link, why_no_passthrough
 from ucmfs.fuse.operations import Operations
 from ucmfs.fuse.relay import RESTART
@@ -103,7 +104,10 @@ class _Mount:
         self._answered.set()
 
     async def main(self) -> None:
-        recalled = self._operations.recall() if self._link.handles is not None else None
+        journal = self._link.kept("journal")
+        recalled = None if journal is None else Recalled.of(read(journal))
+        if recalled is not None:
+            self._pipeline.cache.wanted = recalled.files()
         async with self._pipeline.running():
             await self._mount(recalled)
             try:
@@ -139,11 +143,10 @@ class _Mount:
             self._operations.backing = self._link.backing
         else:
             log.info("%s; bytes go through the daemon", self._no_passthrough)
-        if recalled is None:
-            self._operations.begin()
-        else:
-            await self._operations.recover(recalled, self._link.handles or set(), self._link.repeated)
+        if recalled is not None:
+            await self._operations.recover(recalled, self._link.handles, self._link.repeated)
             log.info("took over from the daemon before, with %d open files", len(self._operations.inodes.handles))
+        self._operations.begin(Journal(partial(self._link.keep, "journal")))
         pyfuse3.init(self._operations, self._link.messages, set())
 
     async def _serve_fuse(self, scope: trio.CancelScope) -> None:

@@ -114,7 +114,9 @@ def be_relay(launch: Launch, daemon: Sequence[str]) -> NoReturn:
 
 def _mounted(launch: Launch, daemon: Sequence[str], more: Mapping[str, int]) -> tuple[str, list[str], dict[str, int]]:
     """Mount; give the mount's device, the relay's command, and the descriptors that it inherits."""
-    fuse = mounts.mount_fuse(Path(launch.mount_point), launch.options)
+    # The daemon binds its socket through the mount before it makes it read-only.
+    options = launch.options - {"ro"} if os.geteuid() == 0 else launch.options
+    fuse = mounts.mount_fuse(Path(launch.mount_point), options)
     spec = os.memfd_create("launch")
     with open(spec, "wb", closefd=False) as file:
         file.write(msgspec.msgpack.encode(launch))

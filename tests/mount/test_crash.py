@@ -1,9 +1,8 @@
-"""The daemon dies at chosen points; a new mount finds every published block and every dirty one."""
+"""Everything dies at chosen points, the mount too; a new one finds every published block and every dirty one."""
 
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 from collections.abc import Callable
 
@@ -22,7 +21,7 @@ def test_dirty_blocks_survive_the_daemon(make_mount: Callable[..., Mounted]) -> 
         (mnt / name).write_bytes(data)
     assert mnt.status()["stages"][0]["dirty"] == 20
     assert os.listdir(mnt.storage) == [".ucmfs"]  # the crash comes before write-back, or this proves nothing
-    mnt.kill_daemon()
+    mnt.kill_all()
     mnt.config["write_back_interval"] = 0.1
     mnt.mount()
     assert {name: (mnt / name).read_bytes() for name in blocks} == blocks
@@ -35,7 +34,7 @@ def test_what_was_being_written_is_gone(mnt: Mounted) -> None:
     fd = os.open(mnt / "block", os.O_WRONLY | os.O_CREAT)
     os.write(fd, b"x" * MIB)
     assert len(os.listdir(mnt.cache / "staging")) == 1
-    mnt.kill_daemon()
+    mnt.kill_all()
     with pytest.raises(OSError, match="not connected"):
         os.close(fd)
     mnt.mount()
@@ -51,16 +50,13 @@ def test_a_half_copied_write_back_is_repeated(make_mount: Callable[..., Mounted]
     names = [f"b{number}" for number in range(50)]
     for name in names:
         (mnt / f"{name}.tmp").write_bytes(data)
-    pid = mnt.status()["pid"]
-    daemon = os.pidfd_open(pid)
+    status = mnt.status()
     # Renamed, they are written back two at a time; the first that is below is the moment.
     for name in names:
         os.rename(mnt / f"{name}.tmp", mnt / name)
         if len(os.listdir(mnt.storage)) > 1:
             break
-    os.kill(pid, signal.SIGKILL)
-    mnt.wait_exit(daemon)
-    subprocess.run(["umount", "-l", str(mnt.point)], check=True)
+    mnt.kill_all(status=status)
     names = names[: names.index(name) + 1]
     dirty = [name for name in names if (mnt.cache / "dirty" / name).exists()]
     below = [name for name in names if (mnt.storage / name).exists()]
@@ -81,7 +77,7 @@ def test_both_trees_after_a_crash(mnt: Mounted) -> None:
     """The same name clean and dirty: the dirty one is the newer."""
     (mnt / "x").write_bytes(b"old")
     mnt.flush()
-    mnt.kill_daemon()
+    mnt.kill_all()
     (mnt.cache / "dirty/x").write_bytes(b"newer")
     mnt.mount()
     assert (mnt / "x").read_bytes() == b"newer"
@@ -94,7 +90,7 @@ def test_both_trees_after_a_crash(mnt: Mounted) -> None:
 def test_a_dead_mount_is_cleared(mnt: Mounted) -> None:
     (mnt / "x").write_bytes(b"data")
     mnt.flush()
-    mnt.kill_daemon(clear=False)
+    mnt.kill_all(clear=False)
     done = mnt.ucmfs("mount", mnt.config_file, mnt.point)
     assert "dead" in done.stderr
     assert (mnt / "x").read_bytes() == b"data"

@@ -144,7 +144,7 @@ def test_modes_decide_over_the_socket_too(mnt: Mounted) -> None:
 def test_a_daemon_that_goes_away_is_an_error_not_a_hang(mnt: Mounted) -> None:
     with UcmPipelineStore({"mount_point": str(mnt.point), "timeout_ms": 1000}) as store:
         store.wait(store.dump([b"id"], [0], [b"data"]))
-        mnt.kill_daemon()
+        mnt.kill_all()
         with pytest.raises(UcmfsError):
             store.wait(store.load([b"id"], [0], [bytearray(4)]))
         with pytest.raises(MountError):

@@ -1,8 +1,10 @@
-"""What the kernel was told, kept where the daemon's death leaves it: `<cache_dir>/journal`.
+"""What the kernel was told, kept where the daemon's death leaves it: in a file in memory that the relay holds.
 
 A log of records, each the whole state of one thing (an inode, a handle, ...); the last one of a number counts. A
 handler's records are written before its answer is sent, so a new daemon knows at least what the kernel knows. Who
 starts writes a snapshot into a new file, and again when the log has become much longer than that.
+
+Not in the Cache's directory: there it would take room from the blocks, and outlive the mount that it tells of.
 
 A record is its length (u32, little endian) and MessagePack. Torn by a crash, the last one tells of something that
 had no answer yet.
@@ -12,8 +14,7 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
 
@@ -28,6 +29,7 @@ __all__ = [
     "Record",
     "VirtualRecord",
     "WritingRecord",
+    "read",
 ]
 
 LEAST_COMPACTED = 1 << 20
@@ -161,46 +163,43 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Record)
 
 
-class Journal:
-    """The log at *path*. Nothing here waits: it is on a tmpfs."""
+def read(fd: int) -> Iterator[Record]:
+    """The records in the file behind *fd*, in order, up to one that was torn."""
+    data = os.pread(fd, os.fstat(fd).st_size, 0)
+    at = 0
+    while at + _LENGTH.size <= len(data):
+        (length,) = _LENGTH.unpack_from(data, at)
+        at += _LENGTH.size
+        if at + length > len(data):
+            return
+        try:
+            yield _decoder.decode(data[at : at + length])
+        except msgspec.MsgspecError:
+            return
+        at += length
 
-    def __init__(self, path: str) -> None:
-        self._path = path
+
+class Journal:
+    """The log of this daemon. *keep* has a descriptor kept for the next one, in place of what it kept before."""
+
+    def __init__(self, keep: Callable[[int], None]) -> None:
+        self._keep = keep
         self._fd: int | None = None
         self._size = 0
         self._most = 0
 
-    def read(self) -> Iterator[Record]:
-        """The records that an earlier daemon left, in order; none where there is no journal."""
-        try:
-            with open(self._path, "rb") as file:
-                data = file.read()
-        except FileNotFoundError:
-            return
-        at = 0
-        while at + _LENGTH.size <= len(data):
-            (length,) = _LENGTH.unpack_from(data, at)
-            at += _LENGTH.size
-            if at + length > len(data):
-                return
-            try:
-                yield _decoder.decode(data[at : at + length])
-            except msgspec.MsgspecError:
-                return
-            at += length
-
     def begin(self, snapshot: Iterable[Record]) -> None:
-        """Replace the log by *snapshot* in one step, and go on from there."""
+        """Replace the log by *snapshot*, and go on from there."""
         self.close()
-        new = f"{self._path}.new"
-        self._fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        self._fd = os.memfd_create("journal", os.MFD_CLOEXEC)
         self._size = 0
         self.write(snapshot)
         self._most = max(LEAST_COMPACTED, MOST_TIMES * self._size)
-        os.rename(new, self._path)
+        # Until here a daemon that takes over finds the log before.
+        self._keep(self._fd)
 
     def write(self, records: Iterable[Record]) -> None:
-        """Put *records* at the end."""
+        """Put *records* at the end. Never waits."""
         assert self._fd is not None
         data = bytearray()
         for record in records:
@@ -222,9 +221,3 @@ class Journal:
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
-
-    def remove(self) -> None:
-        """The mount is over, and what the kernel knew of it."""
-        self.close()
-        with suppress(FileNotFoundError):
-            os.unlink(self._path)

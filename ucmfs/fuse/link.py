@@ -44,8 +44,8 @@ class Link:
         self.backing = Backing(fds["fuse"])
         self.starts = 0
         """How many daemons this mount had before."""
-        self.handles: set[int] | None = None
-        """The handles that the kernel has from earlier daemons; None for the first daemon of a mount."""
+        self.handles: set[int] = set()
+        """The handles that the kernel has from earlier daemons."""
         self.repeated: list[bytes] = []
         """Requests that are asked again, and that an earlier daemon may have done."""
         if "known" in fds:

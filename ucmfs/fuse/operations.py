@@ -109,7 +109,7 @@ class Operations(pyfuse3.Operations):
         self.backing: Backing | None = None
         """Set where the kernel may be told to read published blocks by itself."""
         self.inodes = Inodes()
-        self._journal = Journal(f"{pipeline.cache.directory}/journal")
+        self._journal: Journal | None = None
         self._repeated: Counter[tuple[int, int, int, tuple[bytes, ...]]] = Counter()
         """Requests of wire.ONCE that are asked again, and that an earlier daemon may have done."""
         self._ttl = pipeline.options.consistency_ttl
@@ -126,7 +126,7 @@ class Operations(pyfuse3.Operations):
         if self._changed_opens:
             changes += self._changed_opens
             self._changed_opens.clear()
-        if changes:
+        if changes and self._journal is not None:
             self._journal.write(changes)
             if self._journal.is_long:
                 self._journal.begin(self._snapshot())
@@ -138,18 +138,13 @@ class Operations(pyfuse3.Operations):
         for number, inode in self.virtual.opened():
             yield VirtualRecord(number, inode)
 
-    def begin(self) -> None:
-        """This is the first daemon of the mount. To be called once the pipeline runs."""
-        self._journal.begin(self._snapshot())
-
-    def recall(self) -> Recalled:
-        """What the daemon before left. To be called before the pipeline starts, which keeps the files it needs."""
-        recalled = Recalled.of(self._journal.read())
-        self.pipeline.cache.wanted = recalled.files()
-        return recalled
+    def begin(self, journal: Journal) -> None:
+        """From now on what changes goes into *journal*. To be called before the kernel asks anything."""
+        self._journal = journal
+        journal.begin(self._snapshot())
 
     async def recover(self, recalled: Recalled, handles: Set[int], repeated: Iterable[bytes]) -> None:
-        """Go on where the daemon before ended, once the pipeline runs.
+        """Go on where the daemon before ended, once the pipeline runs, whose Cache kept `recalled.files()`.
 
         *handles* are those that the kernel has: what was opened and never answered is undone. *repeated* are the
         requests of wire.ONCE that will be asked again.
@@ -178,7 +173,6 @@ class Operations(pyfuse3.Operations):
             _, opcode, _, node, _, _, pid, *_ = wire.IN_HEADER.unpack_from(request)
             self._repeated[opcode, node, pid, wire.names_in(request)] += 1
         self.pipeline.cache.drop_leftovers()
-        self._journal.begin(self._snapshot())
 
     async def _reopen(self, inode: Inode, record: InodeRecord, blocks: Mapping[int, Cached]) -> None:
         """Open again what *inode* had open."""
@@ -1017,4 +1011,3 @@ class Operations(pyfuse3.Operations):
                 inode.file.close()
                 inode.file = None
         self.inodes.handles.clear()
-        self._journal.remove()

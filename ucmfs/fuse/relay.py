@@ -156,6 +156,9 @@ class Forwarder:
         while (size := self._read(buffer)) >= wire.IN_HEADER.size:
             view = memoryview(buffer)[:size]
             _, opcode, unique, *_ = wire.IN_HEADER.unpack_from(view)
+            if opcode == wire.INTERRUPT:
+                # pyfuse3 heeds none, and libfuse would answer some.
+                continue
             with self._lock:
                 if opcode == wire.INIT:
                     self._init = bytes(view)

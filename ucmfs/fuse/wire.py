@@ -18,7 +18,7 @@ GETATTR, FORGET, SETATTR, MKNOD, MKDIR, UNLINK, RMDIR, RENAME = 3, 2, 4, 8, 9, 1
 OPEN, READ, WRITE, RELEASE, FSYNC, REMOVEXATTR, INIT, CREATE = 14, 15, 16, 18, 20, 24, 26, 35
 INTERRUPT, DESTROY, BATCH_FORGET, RENAME2 = 36, 38, 42, 45
 
-UNANSWERED = frozenset({FORGET, BATCH_FORGET, INTERRUPT})
+UNANSWERED = frozenset({FORGET, BATCH_FORGET})
 """Opcodes that get no reply."""
 ONCE = frozenset({MKNOD, MKDIR, UNLINK, RMDIR, RENAME, RENAME2, REMOVEXATTR})
 """Opcodes whose second time would fail: the daemon has to know that it is the second."""

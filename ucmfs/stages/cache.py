@@ -5,7 +5,6 @@
     <cache_dir>/clean/<name>      blocks that it has; every directory of the mount that is known here
     <cache_dir>/staging/<n>       blocks being written or filled: nobody sees them
     <cache_dir>/trash/<n>         blocks replaced, removed or evicted while something had them open
-    <cache_dir>/journal           what the kernel was told, for the next daemon of a mount (fuse/journal.py)
 
 A block becomes visible by rename out of staging/ and clean by rename out of dirty/, so a process that starts
 after a crash finds every block, and every dirty one, without a log. In memory there is an index of the same;
