@@ -16,6 +16,9 @@ from typing import Any
 
 import yaml
 
+from ucmfs import mounting
+from ucmfs.config import Section
+
 UCMFS = str(Path(sys.executable).with_name("ucmfs"))
 
 
@@ -59,6 +62,11 @@ class Mounted:
         if check and done.returncode:
             raise AssertionError(f"ucmfs {arguments} gave {done.returncode}: {done.stdout}{done.stderr}")
         return done
+
+    def mount_with(self, *daemon: str | Path) -> None:
+        """Mount with another daemon than ucmfs's: the words after `python`."""
+        command = [sys.executable, *map(str, daemon)]
+        mounting.mount(Section.of(self.config), self.point, daemon=command)
 
     def mount(self, *options: str) -> None:
         self.config_file.write_text(

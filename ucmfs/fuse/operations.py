@@ -184,10 +184,14 @@ class Operations(pyfuse3.Operations):
         if record.writing is not None:
             staging = cache.reopen_staging(record.writing.file)
             if staging is not None:
-                self.inodes.restore_writing(inode, Writing.of(record.writing, staging))
-                if not inode.writers and record.writing.claimed:
-                    # Its first open was never answered.
+                writing = Writing.of(record.writing, staging)
+                self.inodes.restore_writing(inode, writing)
+                if not inode.writers and inode.lookups <= 0 and writing.claimed:
+                    # The answer to CREATE was never given: it is asked again.
                     self._drop_writing(inode)
+                elif not inode.writers:
+                    # Nor was that to OPEN, but its inode is known.
+                    writing.claimed = False
             elif record.writing.file not in blocks:
                 log.error("%s: lost: what was written is not in the cache's directory", inode.name)
                 self.inodes.detach(inode)
@@ -227,7 +231,7 @@ class Operations(pyfuse3.Operations):
         """Whether this request was asked of the daemon before, which may have done it.
 
         The kernel found the name there (or not there, to be made) and keeps its directory locked until the answer:
-        if it is otherwise now, then because it was done.
+        if it is otherwise now, then because it was done. An xattr was not looked for, but to find none is as good.
         """
         key = (opcode, node, ctx.pid, names)
         if not self._repeated[key]:

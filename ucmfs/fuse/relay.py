@@ -51,7 +51,7 @@ RESTART = 75
 """Exit status of a daemon that wants to be replaced (EX_TEMPFAIL)."""
 MOST_FAILURES, FAILURE_WINDOW = 5, 60.0
 """So many daemons that fail on start within so many seconds end the mount."""
-SETTLED = 0.5
+SETTLED = 0.2
 """Seconds that a daemon must have served to count as one that started."""
 SHUTDOWN = 120.0
 """Seconds that a daemon may take to end once the kernel ended the connection; it writes back what is dirty."""
