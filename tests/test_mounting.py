@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import logging
 import os
@@ -10,6 +9,7 @@ import shutil
 import signal
 import stat
 import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -17,17 +17,16 @@ from pathlib import Path
 
 import pyfuse3
 import pytest
-import trio
 
 from tests.fake_daemon import FakeDaemon
 from tests.processes import has_exited, in_child, wait_for_exit
+from tests.scripted_daemon import EmptyRoot
 from ucmfs import mounting
 from ucmfs.config import Section
 from ucmfs.control import protocol
-from ucmfs.errors import ConfigError, MountError, StageFull, UcmfsError
+from ucmfs.errors import ConfigError, MountError, UcmfsError
 
 needs_mount = pytest.mark.mount
-Ready = Callable[[], None]
 
 
 @pytest.fixture
@@ -44,46 +43,24 @@ def section(tmp_path: Path) -> Section:
     return Section.of({"storage_backends": "/data", "log_file": str(tmp_path / "daemon.log")})
 
 
-# A file system of one empty directory, made by the same library as the real one.
+def scripted(name: str) -> list[str]:
+    """The command of a daemon of tests/scripted_daemon.py."""
+    return [sys.executable, "-m", "tests.scripted_daemon", name]
 
 
-class EmptyRoot(pyfuse3.Operations):
-    async def getattr(self, inode: int, ctx: object = None) -> pyfuse3.EntryAttributes:
-        attributes = pyfuse3.EntryAttributes()
-        attributes.st_ino = inode
-        attributes.st_mode = stat.S_IFDIR | 0o755
-        return attributes
+@pytest.fixture(autouse=True)
+def modules_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
 
 
-@contextlib.contextmanager
-def fuse_mount(path: Path) -> Iterator[None]:
-    pyfuse3.init(EmptyRoot(), str(path), {"fsname=empty"})
-    try:
-        yield
-    finally:
-        pyfuse3.close()
-
-
-async def serve_fuse(ready: Ready) -> None:
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(pyfuse3.main)
-        ready()
-
-
-def hang() -> None:
-    signal.alarm(60)  # for the day that nothing kills it
-    signal.pause()
-
-
-def die(path: Path, after: Callable[[], None]) -> None:
+def die(path: Path) -> None:
     """Mount on *path* and be killed without unmounting."""
     pyfuse3.init(EmptyRoot(), str(path), {"fsname=empty"})
-    after()
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def make_dead_mount(path: Path) -> None:
-    _, status = os.waitpid(in_child(lambda: die(path, lambda: None)), 0)
+    _, status = os.waitpid(in_child(lambda: die(path)), 0)
     assert os.WTERMSIG(status) == signal.SIGKILL
     with pytest.raises(OSError, match=os.strerror(errno.ENOTCONN)):
         os.stat(path)
@@ -201,157 +178,131 @@ def test_in_the_background_it_serves_when_the_call_returns(mount_point: Path, se
     inherited = os.open(tmp_path, os.O_RDONLY)
     os.set_inheritable(inherited, True)
     facts = tmp_path / "facts"
-
-    def run(given: Section, path: Path, options: frozenset[str], ready: Ready) -> None:
-        assert given == section
-        assert path == mount_point
-        open_files = {
-            os.readlink(f"/proc/self/fd/{fd}") for fd in range(3, 200) if os.path.exists(f"/proc/self/fd/{fd}")
-        }
-        standard = [os.readlink(f"/proc/self/fd/{fd}") for fd in range(3)]
-        assert str(tmp_path) not in open_files
-        assert standard == [os.devnull, *[section.values["log_file"]] * 2]
-        facts.write_text(f"{os.getpid()} {os.getsid(0)} {os.getcwd()} {','.join(options)}")
-        logging.getLogger("ucmfs.test").info("a line")
-        os.write(2, b"words of a library\n")
-        with fuse_mount(path):
-            trio.run(serve_fuse, ready)
-        facts.unlink()
-
     try:
-        mounting.mount(section, mount_point, frozenset({"allow_other"}), run=run)
+        mounting.mount(section, mount_point, frozenset({"allow_other", "fsname=empty"}), daemon=scripted("empty"))
     finally:
         os.close(inherited)
-    pid, session, directory, options = facts.read_text().split()
+    daemon, relay, session, directory, options, pipeline, *files = facts.read_text().split("\n")
     found = mounting.find_mount(mount_point)
-    assert found is not None
-    assert found.source == "empty"
+    assert found == mounting.Mount(mount_point, "fuse.ucmfs", "empty")
     assert os.stat(mount_point).st_ino == pyfuse3.ROOT_INODE
-    assert int(session) not in (int(pid), os.getsid(0))  # no terminal can ever be its own
+    assert session == daemon  # which no terminal is of
+    assert os.getsid(int(relay)) == int(relay)
     assert directory == os.getcwd()
-    assert options == "allow_other"
+    assert options == "allow_other,fsname=empty"
+    assert pipeline == "Cache|Posix"
+    assert files[:3] == [os.devnull, *[section.values["log_file"]] * 2]
+    assert str(tmp_path) not in files
+    for process in (daemon, relay):
+        command = Path(f"/proc/{process}/cmdline").read_text()
+        assert "/data" not in command  # values may be secrets
     log = Path(section.values["log_file"]).read_text()
     assert "INFO ucmfs.test: a line\n" in log
     assert "words of a library\n" in log
     subprocess.run(["fusermount3", "-u", mount_point], check=True)
-    wait_for_exit(int(pid))
+    wait_for_exit(int(daemon))
+    wait_for_exit(int(relay))
     assert not facts.exists()
 
 
 def test_what_is_wrong_with_the_configuration_comes_out(mount_point: Path, section: Section) -> None:
-    def run(*_: object) -> None:
-        raise ConfigError("no such directory", path="storage_backends")
-
     with pytest.raises(ConfigError, match=r"^storage_backends: no such directory$"):
-        mounting.mount(section, mount_point, run=run)
+        mounting.mount(section, mount_point, daemon=scripted("bad_configuration"))
+    assert mounting.find_mount(mount_point) is None
 
 
 def test_what_hinders_the_mount_comes_out_with_what_libraries_say(mount_point: Path, section: Section) -> None:
     Path(section.values["log_file"]).write_text("of yesterday\n")
-
-    def run(*_: object) -> None:
-        os.write(2, b"fuse: device not found\n")
-        raise MountError("the kernel refused", code=errno.ENODEV)
-
     with pytest.raises(MountError, match=r"^the kernel refused; .*log ends with:\n  fuse: device not found") as caught:
-        mounting.mount(section, mount_point, run=run)
+        mounting.mount(section, mount_point, daemon=scripted("refused"))
     assert caught.value.errno == errno.ENODEV
     assert "of yesterday" not in str(caught.value)
 
 
 def test_other_errors_keep_message_and_errno(mount_point: Path, section: Section) -> None:
-    def run(*_: object) -> None:
-        raise StageFull("Posix", "no room")
-
     with pytest.raises(UcmfsError, match=r"^Posix: no room$") as caught:
-        mounting.mount(section, mount_point, run=run)
+        mounting.mount(section, mount_point, daemon=scripted("full"))
     assert caught.value.errno == errno.ENOSPC
 
 
 def test_an_unexpected_exception_names_the_log_which_has_the_traceback(mount_point: Path, section: Section) -> None:
-    def run(*_: object) -> None:
-        raise ZeroDivisionError("of all things")
-
     with pytest.raises(MountError, match=r"^the daemon failed: ZeroDivisionError: of all things; "):
-        mounting.mount(section, mount_point, run=run)
+        mounting.mount(section, mount_point, daemon=scripted("unexpected"))
     assert "Traceback" in Path(section.values["log_file"]).read_text()
 
 
 def test_a_daemon_that_ends_without_a_word_is_an_error(mount_point: Path, section: Section) -> None:
     with pytest.raises(MountError, match=r"the daemon ended before it served; nothing new is in .*daemon\.log"):
-        mounting.mount(section, mount_point, run=lambda *_: None)
+        mounting.mount(section, mount_point, daemon=scripted("silent"))
+    assert mounting.find_mount(mount_point) is None
 
 
 @needs_mount
 def test_a_daemon_that_dies_leaves_no_mount(mount_point: Path, section: Section) -> None:
-    def run(_: Section, path: Path, __: object, ready: Ready) -> None:
-        die(path, lambda: logging.getLogger().error("last words"))
+    with pytest.raises(MountError, match=r"the daemon ended before it served; (?s:.*)last words"):
+        mounting.mount(section, mount_point, daemon=scripted("dies"))
+    assert mounting.find_mount(mount_point) is None
 
-    with pytest.raises(MountError, match=r"the daemon ended before it served; .*ends with:\n  .*last words"):
-        mounting.mount(section, mount_point, run=run)
+
+def test_a_daemon_that_cannot_be_started(mount_point: Path, section: Section) -> None:
+    with pytest.raises(MountError, match=r"the daemon ended before it served; (?s:.*)/none/python: No such file"):
+        mounting.mount(section, mount_point, daemon=["/none/python"])
     assert mounting.find_mount(mount_point) is None
 
 
 @needs_mount
 def test_a_daemon_that_hangs_is_killed_and_leaves_no_mount(mount_point: Path, section: Section) -> None:
-    def run(_: Section, path: Path, __: object, ready: Ready) -> None:
-        with fuse_mount(path):
-            logging.getLogger().warning("pid %d", os.getpid())
-            hang()
-
     with pytest.raises(
-        MountError, match=r"does not serve after 1 s; the daemon is killed; [^\n]*\n.*pid \d+"
+        MountError, match=r"does not serve after 2 s; the daemon is killed; [^\n]*\n.*pid \d+"
     ) as caught:
-        mounting.mount(section, mount_point, run=run, timeout=1)
+        mounting.mount(section, mount_point, daemon=scripted("hangs"), timeout=2)
     assert caught.value.errno == errno.ETIMEDOUT
     assert mounting.find_mount(mount_point) is None
     assert has_exited(int(str(caught.value).split()[-1]))
 
 
-def test_ready_without_a_mount_is_not_believed(mount_point: Path, section: Section) -> None:
-    def run(_: Section, path: Path, __: object, ready: Ready) -> None:
-        logging.getLogger().warning("pid %d", os.getpid())
-        ready()
-        hang()
-
-    with pytest.raises(MountError, match="says that it serves, but nothing is mounted"):
-        mounting.mount(section, mount_point, run=run)
+@needs_mount
+def test_ready_is_not_believed_without_an_answer(
+    mount_point: Path, section: Section, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mounting, "ANSWER_TIMEOUT", 0.5)
+    with pytest.raises(MountError, match="is mounted, but does not answer"):
+        mounting.mount(section, mount_point, daemon=scripted("ready_without_answers"))
+    assert mounting.find_mount(mount_point) is None
     assert has_exited(int(Path(section.values["log_file"]).read_text().split()[-1]))
 
 
 @needs_mount
 def test_a_live_mount_of_another_is_never_cleared(mount_point: Path, section: Section) -> None:
     """A second command got past the check while the first was starting, and fails."""
-
-    def run(_: Section, path: Path, __: object, ready: Ready) -> None:
-        subprocess.run(["mount", "-t", "tmpfs", "other", path], check=True)
-        raise ConfigError("cache_dir: in use by another process")
-
     with pytest.raises(ConfigError, match="in use"):
-        mounting.mount(section, mount_point, run=run)
+        mounting.mount(section, mount_point, daemon=scripted("mounted_over"))
     assert mounting.find_mount(mount_point) == mounting.Mount(mount_point, "tmpfs", "other")
 
 
 @needs_mount
-def test_in_the_foreground_it_blocks_until_the_mount_ends(mount_point: Path, section: Section) -> None:
-    reading, writing = os.pipe()
-
-    def run(_: Section, path: Path, __: object, ready: Ready) -> None:
-        def served() -> None:
-            ready()
-            os.write(writing, b"ready")
-
-        with fuse_mount(path):
-            trio.run(serve_fuse, served)
-
-    pid = in_child(lambda: mounting.mount(section, mount_point, run=run, foreground=True))
-    assert os.read(reading, 10) == b"ready"
-    assert mounting.find_mount(mount_point) is not None
+def test_in_the_foreground_it_blocks_until_the_mount_ends(mount_point: Path, section: Section, tmp_path: Path) -> None:
+    pid = in_child(lambda: mounting.mount(section, mount_point, daemon=scripted("empty"), foreground=True))
+    while not (tmp_path / "facts").exists():
+        assert os.waitpid(pid, os.WNOHANG) == (0, 0)
+    assert os.stat(mount_point).st_ino == pyfuse3.ROOT_INODE
     assert os.waitpid(pid, os.WNOHANG) == (0, 0)
+    assert Path(f"/proc/{pid}/cmdline").read_text().split("\0")[4] == str(mount_point)
     subprocess.run(["fusermount3", "-u", mount_point], check=True)
     assert os.waitpid(pid, 0)[1] == 0
-    os.close(reading)
-    os.close(writing)
+
+
+@needs_mount
+def test_five_daemons_that_fail_end_the_mount(mount_point: Path, section: Section, tmp_path: Path) -> None:
+    mounting.mount(section, mount_point, daemon=scripted("serves_once"))
+    daemon, relay, *_ = (tmp_path / "facts").read_text().split("\n")
+    os.kill(int(daemon), signal.SIGKILL)
+    wait_for_exit(int(relay))
+    assert mounting.find_mount(mount_point) is None
+    log = Path(section.values["log_file"]).read_text()
+    # The first counts too if it was killed as soon as it served.
+    assert log.count("ERROR ucmfs.launch: cache_dir: is gone") in (4, 5)
+    assert "5 daemons in a row failed on start, the last one ended with status 1; its reason is above" in log
 
 
 # Unmount

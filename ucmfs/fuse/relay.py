@@ -530,6 +530,10 @@ def main() -> None:
     fds = {name: int(fd) for name, fd in (word.split("=") for word in named)}
     for fd in fds.values():
         os.set_inheritable(fd, False)
+    # What the caller's shell left open would stay open as long as the mount.
+    for fd in {int(fd) for fd in os.listdir("/proc/self/fd")} - {0, 1, 2, *fds.values()}:
+        with contextlib.suppress(OSError):  # the one that listed
+            os.close(fd)
     status = Supervisor(mount_point, device, fds, sys.argv[at + 1 :]).run()
     # Threads that wait for the kernel are no reason to stay.
     os._exit(status if status >= 0 else 128 - status)
