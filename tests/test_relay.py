@@ -1,4 +1,4 @@
-"""The relay between a kernel and a daemon that are both this test."""
+"""The relay between a kernel and daemons that are all this test."""
 
 from __future__ import annotations
 
@@ -6,75 +6,89 @@ import errno
 import os
 import random
 import socket
-import subprocess
-import sys
+import threading
 from collections.abc import Iterator
 
 import pytest
 
 from ucmfs.fuse import relay, wire
 
+MIB = 1 << 20
+
 
 class Ends:
-    """The relay as the process it is, with sockets for /dev/fuse and for the daemon."""
+    """A Forwarder with sockets for /dev/fuse and for the daemons, one after the other."""
 
     def __init__(self) -> None:
-        self.kernel, fuse = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.daemon, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.ended, told = os.pipe()
-        fds = (fuse.fileno(), theirs.fileno(), told)
-        self.process = subprocess.Popen(
-            [sys.executable, "-I", "-S", relay.__file__, *map(str, fds)], pass_fds=fds, stderr=subprocess.PIPE
-        )
-        fuse.close()
-        theirs.close()
-        os.close(told)
-        for end in (self.kernel, self.daemon):
-            end.settimeout(20)
+        self.kernel, self.fuse = relay._socketpair()
+        self.ended = threading.Event()
+        self.forwarder = relay.Forwarder(self.fuse.fileno(), ended=self.ended.set)
+        self.forwarder.start()
+        self.new_daemon()
+        self.kernel.settimeout(20)
 
-    def ask(self, opcode: int, unique: int, body: bytes = b"") -> None:
+    def new_daemon(self) -> None:
+        self.daemon, theirs = relay._socketpair()
+        self.daemon.settimeout(20)
+        self.forwarder.attach(theirs)
+
+    def kill_daemon(self) -> None:
+        self.daemon.close()
+        self.forwarder.detach()
+
+    def ask(self, opcode: int, unique: int, body: bytes = b"", *, reaches: bool = True) -> bytes:
         request = wire.IN_HEADER.pack(wire.IN_HEADER.size + len(body), opcode, unique, 1, 0, 0, 0, 0, 0) + body
         self.kernel.send(request)
-        assert self.daemon.recv(1 << 20) == request
+        if reaches:
+            assert self.daemon.recv(2 * MIB) == request
+        return request
+
+    def reply(self, unique: int, body: bytes = b"", *, error: int = 0) -> bytes:
+        """Send a reply of the daemon."""
+        reply = wire.OUT_HEADER.pack(wire.OUT_HEADER.size + len(body), error, unique) + body
+        self.daemon.send(reply)
+        return reply
 
     def answer(self, unique: int, body: bytes = b"", *, error: int = 0) -> bytes:
         """What the kernel gets for this reply of the daemon."""
-        self.daemon.send(wire.OUT_HEADER.pack(wire.OUT_HEADER.size + len(body), error, unique) + body)
-        return self.kernel.recv(1 << 20)
+        self.reply(unique, body, error=error)
+        return self.kernel.recv(2 * MIB)
 
-    def close(self) -> str:
-        self.daemon.close()
+    def close(self) -> None:
+        self.kernel.shutdown(socket.SHUT_RDWR)
+        assert self.ended.wait(20)
+        self.kill_daemon()
         self.kernel.close()
-        os.close(self.ended)
-        _, errors = self.process.communicate(timeout=20)
-        assert self.process.returncode == 0
-        return errors.decode()
+        self.fuse.close()
 
 
 @pytest.fixture
 def ends() -> Iterator[Ends]:
     ends = Ends()
     yield ends
-    if ends.process.returncode is None:
-        ends.close()
+    ends.close()
 
 
 def open_reply(fh: int, flags: int = 0) -> bytes:
     return wire.OPEN_OUT.pack(fh, flags, 0)
 
 
+def asked(access: int = os.O_RDONLY) -> bytes:
+    return wire.OPEN_IN.pack(access, 0)
+
+
 def test_messages_pass_as_they_are(ends: Ends) -> None:
-    ends.ask(3, 7, b"anything")
-    assert ends.answer(7, b"attributes") == wire.OUT_HEADER.pack(26, 0, 7) + b"attributes"
+    ends.ask(wire.GETATTR, 8, b"anything")
+    assert ends.answer(8, b"attributes") == wire.OUT_HEADER.pack(26, 0, 8) + b"attributes"
     notification = wire.OUT_HEADER.pack(20, 3, 0) + b"name"
     ends.daemon.send(notification)
     assert ends.kernel.recv(100) == notification
-    assert ends.close() == ""
+    assert ends.forwarder.complaints == 0
 
 
 def test_an_open_with_a_backing_id(ends: Ends) -> None:
-    for unique, access, more in ((1, os.O_RDONLY, wire.FOPEN_NOFLUSH), (2, os.O_RDWR, 0)):
-        ends.ask(wire.OPEN, unique, wire.OPEN_IN.pack(access | os.O_DIRECT, 0))
+    for unique, access, more in ((2, os.O_RDONLY, wire.FOPEN_NOFLUSH), (4, os.O_RDWR, 0)):
+        ends.ask(wire.OPEN, unique, asked(access | os.O_DIRECT))
         got = ends.answer(unique, open_reply(5 << 32 | 9, wire.FOPEN_DIRECT_IO | wire.FOPEN_KEEP_CACHE))
         assert wire.OPEN_OUT.unpack(got[16:]) == (
             5 << 32 | 9,
@@ -84,64 +98,171 @@ def test_an_open_with_a_backing_id(ends: Ends) -> None:
 
 
 def test_an_open_without(ends: Ends) -> None:
-    ends.ask(wire.OPEN, 1, wire.OPEN_IN.pack(os.O_RDONLY, 0))
-    assert wire.OPEN_OUT.unpack(ends.answer(1, open_reply(9, wire.FOPEN_KEEP_CACHE))[16:]) == (
-        9,
-        wire.FOPEN_KEEP_CACHE,
-        0,
-    )
-    ends.ask(wire.OPEN, 2, wire.OPEN_IN.pack(os.O_RDONLY, 0))
-    assert ends.answer(2, error=-errno.ENOENT) == wire.error_reply(2, errno.ENOENT)
+    ends.ask(wire.OPEN, 2, asked())
+    got = ends.answer(2, open_reply(9, wire.FOPEN_KEEP_CACHE))
+    assert wire.OPEN_OUT.unpack(got[16:]) == (9, wire.FOPEN_KEEP_CACHE, 0)
+    ends.ask(wire.OPEN, 4, asked())
+    assert ends.answer(4, error=-errno.ENOENT) == wire.error_reply(4, errno.ENOENT)
+    assert ends.forwarder.handles == {9}
 
 
 def test_a_create_with_a_backing_id(ends: Ends) -> None:
-    ends.ask(wire.CREATE, 1, b"name\0")
-    got = ends.answer(1, bytes(wire.ENTRY_OUT_SIZE) + open_reply(3 << 32 | 1))
+    ends.ask(wire.CREATE, 2, b"name\0")
+    got = ends.answer(2, bytes(wire.ENTRY_OUT_SIZE) + open_reply(3 << 32 | 1))
     assert wire.OPEN_OUT.unpack(got[16 + wire.ENTRY_OUT_SIZE :]) == (3 << 32 | 1, wire.FOPEN_PASSTHROUGH, 3)
 
 
 @pytest.mark.parametrize("offered", [True, False])
 def test_init_takes_passthrough_where_it_is_offered(ends: Ends, offered: bool) -> None:
     flags2 = wire.INIT_PASSTHROUGH2 if offered else 0
-    ends.ask(wire.INIT, 1, wire.INIT_IN.pack(7, 40, 0, wire.INIT_EXT, flags2))
-    got = ends.answer(1, bytes(wire.INIT_OUT_SIZE))[16:]
+    ends.ask(wire.INIT, 2, wire.INIT_IN.pack(7, 40, 0, wire.INIT_EXT, flags2))
+    got = ends.answer(2, bytes(wire.INIT_OUT_SIZE))[16:]
     values = [int.from_bytes(got[at : at + 4], "little") for at in (12, wire.INIT_FLAGS2, wire.INIT_STACK_DEPTH)]
     assert values == ([wire.INIT_EXT, wire.INIT_PASSTHROUGH2, 1] if offered else [0, 0, 0])
 
 
-def test_what_is_no_reply_fails_its_request_and_is_told(ends: Ends) -> None:
-    ends.ask(wire.OPEN, 1, wire.OPEN_IN.pack(os.O_RDONLY, 0))
-    assert ends.answer(1, b"short") == wire.error_reply(1, errno.EIO)
-    ends.ask(3, 2)
-    ends.daemon.send(wire.OUT_HEADER.pack(4000, 0, 2) + b"less")
-    assert ends.kernel.recv(100) == wire.error_reply(2, errno.EIO)
+def test_which_handles_the_kernel_has(ends: Ends) -> None:
+    for number in (1, 2, 3):
+        ends.ask(wire.OPEN, 2 * number, asked())
+        ends.answer(2 * number, open_reply(7 << 32 | number))
+    ends.ask(wire.RELEASE, 20, wire.RELEASE_IN.pack(7 << 32 | 2) + bytes(16))
+    assert ends.forwarder.handles == {1, 2, 3}  # until it is answered, it may have to be done by the next daemon
+    ends.answer(20)
+    ends.ask(wire.OPEN, 22, asked())
+    ends.kill_daemon()
+    assert ends.forwarder.handles == {1, 3}
+    ends.new_daemon()
+
+
+def test_what_is_no_reply_fails_its_request_and_is_told(ends: Ends, capfd: pytest.CaptureFixture[str]) -> None:
+    ends.ask(wire.OPEN, 2, asked())
+    assert ends.answer(2, b"short") == wire.error_reply(2, errno.EIO)
+    ends.ask(wire.GETATTR, 4)
+    ends.daemon.send(wire.OUT_HEADER.pack(4000, 0, 4) + b"less")
+    assert ends.kernel.recv(100) == wire.error_reply(4, errno.EIO)
     ends.daemon.send(b"tiny")
-    ends.ask(3, 3)
-    assert ends.answer(3, b"right") == wire.OUT_HEADER.pack(21, 0, 3) + b"right"
-    assert len(ends.close().splitlines()) == 3
+    ends.reply(4, b"twice")
+    ends.reply(6, b"never asked")
+    ends.ask(wire.GETATTR, 6)
+    assert ends.answer(6, b"right") == wire.OUT_HEADER.pack(21, 0, 6) + b"right"
+    lines = capfd.readouterr().err.splitlines()
+    assert len(lines) == 5
+    assert all(" ERROR ucmfs.relay: the daemon sent " in line for line in lines)
 
 
-def test_random_replies(ends: Ends) -> None:
-    """Whatever the daemon sends, the kernel gets whole messages, and the relay goes on."""
+def test_random_replies(ends: Ends, capfd: pytest.CaptureFixture[str]) -> None:
+    """Whatever the daemon sends, the kernel gets whole messages that answer what it asked, and the relay goes on."""
     chance = random.Random(1)
-    for unique in range(1, 3000):
-        opcode = chance.choice([wire.OPEN, wire.CREATE, wire.INIT, 3, 15])
-        ends.ask(opcode, unique, chance.randbytes(chance.choice([0, 8, 16, 20, 64])).ljust(8, b"\0"))
+    for unique in range(2, 6000, 2):
+        opcode = chance.choice([wire.OPEN, wire.CREATE, wire.INIT, wire.GETATTR, wire.READ, wire.RELEASE])
+        ends.ask(opcode, unique, chance.randbytes(chance.choice([8, 16, 20, 64])))
         packet = bytearray(chance.randbytes(chance.choice([1, 15, 16, 17, 32, 80, 160, 5000])))
-        if len(packet) >= 16 and chance.random() < 0.7:
+        if len(packet) >= 16 and chance.random() < 0.8:
             length = len(packet) if chance.random() < 0.7 else chance.getrandbits(32)
             wire.OUT_HEADER.pack_into(packet, 0, length, chance.choice([0, -2, 5]), unique)
         ends.daemon.send(packet)
-        if len(packet) >= 16:
-            got = ends.kernel.recv(1 << 20)
-            length, _, answered = wire.OUT_HEADER.unpack_from(got)
-            assert length == len(got)
-            assert answered == wire.OUT_HEADER.unpack_from(packet)[2]
-    ends.ask(3, 5000)
-    assert ends.answer(5000, b"right") == wire.OUT_HEADER.pack(21, 0, 5000) + b"right"
-    assert len(ends.close().splitlines()) == 100
+        if len(packet) < 16 or wire.OUT_HEADER.unpack_from(packet)[2] != unique:
+            ends.reply(unique, error=-errno.EIO)
+        got = ends.kernel.recv(MIB)
+        length, _, answered = wire.OUT_HEADER.unpack_from(got)
+        assert (length, answered) == (len(got), unique)
+    ends.ask(wire.GETATTR, 6000)
+    assert ends.answer(6000, b"right") == wire.OUT_HEADER.pack(21, 0, 6000) + b"right"
+    assert len(capfd.readouterr().err.splitlines()) == relay.MOST_COMPLAINTS < ends.forwarder.complaints
 
 
-def test_the_end_of_the_kernels_side_is_told(ends: Ends) -> None:
-    ends.kernel.shutdown(socket.SHUT_RDWR)
-    assert os.read(ends.ended, 1) == b"\0"
+# One daemon after the other
+
+
+def test_what_has_no_answer_is_asked_again_in_order(ends: Ends) -> None:
+    requests = [ends.ask(wire.GETATTR, unique, b"%d" % unique) for unique in range(2, 20, 2)]
+    ends.answer(6)
+    del requests[2]
+    ends.kill_daemon()
+    late = [ends.ask(wire.GETATTR, unique, b"late", reaches=False) for unique in (20, 22)]
+    ends.new_daemon()
+    assert [ends.daemon.recv(1000) for _ in requests + late] == requests + late
+    for unique in (20, 2):
+        assert ends.answer(unique, b"x") == wire.OUT_HEADER.pack(17, 0, unique) + b"x"
+    fresh = ends.ask(wire.GETATTR, 24)
+    assert fresh != late[-1]
+
+
+def test_what_the_dead_daemon_answered_is_not_asked_again(ends: Ends) -> None:
+    for unique in (2, 4):
+        ends.ask(wire.GETATTR, unique)
+    reply = ends.reply(2, b"last words")
+    ends.kill_daemon()
+    assert ends.kernel.recv(1000) == reply
+    ends.new_daemon()
+    assert wire.IN_HEADER.unpack(ends.daemon.recv(1000))[2] == 4
+
+
+def test_init_is_asked_again_and_answered_once(ends: Ends) -> None:
+    request = ends.ask(wire.INIT, 2, wire.INIT_IN.pack(7, 40, 0, 0, 0))
+    ends.answer(2, bytes(wire.INIT_OUT_SIZE))
+    ends.ask(wire.GETATTR, 4)
+    ends.kill_daemon()
+    ends.new_daemon()
+    assert ends.daemon.recv(1000) == request
+    ends.reply(2, bytes(wire.INIT_OUT_SIZE))
+    assert wire.IN_HEADER.unpack(ends.daemon.recv(1000))[2] == 4
+    assert ends.answer(4) == wire.OUT_HEADER.pack(16, 0, 4)
+    assert ends.forwarder.complaints == 0
+
+
+def test_init_without_an_answer_is_the_first_again(ends: Ends) -> None:
+    request = ends.ask(wire.INIT, 2, wire.INIT_IN.pack(7, 40, 0, 0, 0))
+    ends.kill_daemon()
+    ends.new_daemon()
+    assert ends.daemon.recv(1000) == request
+    assert len(ends.answer(2, bytes(wire.INIT_OUT_SIZE))) == 16 + wire.INIT_OUT_SIZE
+
+
+def test_large_writes_are_asked_again_unharmed(ends: Ends) -> None:
+    chance = random.Random(2)
+    writes = [ends.ask(wire.WRITE, unique, chance.randbytes(MIB - unique)) for unique in range(2, 10, 2)]
+    ends.answer(4)
+    writes += [ends.ask(wire.WRITE, unique, chance.randbytes(MIB)) for unique in (10, 12)]
+    del writes[1]
+    ends.kill_daemon()
+    ends.new_daemon()
+    assert [ends.daemon.recv(2 * MIB) for _ in writes] == writes
+
+
+def test_forgets_wait_for_the_next_daemon(ends: Ends) -> None:
+    ends.kill_daemon()
+    forget = ends.ask(wire.FORGET, 2, bytes(8), reaches=False)
+    request = ends.ask(wire.GETATTR, 4, reaches=False)
+    while not ends.forwarder.waits:
+        pass
+    ends.new_daemon()
+    assert [ends.daemon.recv(1000), ends.daemon.recv(1000)] == [forget, request]
+    ends.answer(4)
+    ends.kill_daemon()
+    ends.new_daemon()
+    ends.ask(wire.GETATTR, 6)  # comes first: the forget is not repeated
+
+
+def test_an_interrupt_goes_nowhere(ends: Ends) -> None:
+    ends.ask(wire.INTERRUPT, 3, bytes(8), reaches=False)
+    ends.ask(wire.GETATTR, 4)
+
+
+def test_what_must_not_be_done_twice(ends: Ends) -> None:
+    ends.ask(wire.GETATTR, 2)
+    ends.ask(wire.WRITE, 4, bytes(MIB))
+    once = [
+        ends.ask(wire.MKDIR, 6, bytes(8) + b"name\0"),
+        ends.ask(wire.RENAME, 8, bytes(8) + b"old\0new\0"),
+    ]
+    ends.ask(wire.UNLINK, 10, b"gone\0")
+    ends.answer(10)
+    assert ends.forwarder.repeated() == once
+    assert [wire.names_in(request) for request in once] == [(b"name",), (b"old", b"new")]
+
+
+def test_what_a_new_daemon_is_told() -> None:
+    requests = [bytes(40), b"x" * 41]
+    assert wire.unpack_known(wire.pack_known(3, {1, 2, 1 << 31}, requests)) == (3, {1, 2, 1 << 31}, requests)
+    assert wire.unpack_known(wire.pack_known(0, set(), [])) == (0, set(), [])
