@@ -154,7 +154,7 @@ def test_random_replies(ends: Ends, capfd: pytest.CaptureFixture[str]) -> None:
     """Whatever the daemon sends, the kernel gets whole messages that answer what it asked, and the relay goes on."""
     chance = random.Random(1)
     for unique in range(2, 6000, 2):
-        opcode = chance.choice([wire.OPEN, wire.CREATE, wire.INIT, wire.GETATTR, wire.READ, wire.RELEASE])
+        opcode = chance.choice([wire.OPEN, wire.CREATE, wire.INIT, wire.GETATTR, wire.READ])
         ends.ask(opcode, unique, chance.randbytes(chance.choice([8, 16, 20, 64])))
         packet = bytearray(chance.randbytes(chance.choice([1, 15, 16, 17, 32, 80, 160, 5000])))
         if len(packet) >= 16 and chance.random() < 0.8:
@@ -264,5 +264,7 @@ def test_what_must_not_be_done_twice(ends: Ends) -> None:
 
 def test_what_a_new_daemon_is_told() -> None:
     requests = [bytes(40), b"x" * 41]
-    assert wire.unpack_known(wire.pack_known(3, {1, 2, 1 << 31}, requests)) == (3, {1, 2, 1 << 31}, requests)
-    assert wire.unpack_known(wire.pack_known(0, set(), [])) == (0, set(), [])
+    leases = [(64, 5, 1, True), (1 << 40, 0, 2, False)]
+    known = (3, {1, 2, 1 << 31}, leases, requests)
+    assert wire.unpack_known(wire.pack_known(*known)) == known
+    assert wire.unpack_known(wire.pack_known(0, set(), [], [])) == (0, set(), [], [])

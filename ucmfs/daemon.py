@@ -26,6 +26,7 @@ from ucmfs.config import Section, masked
 from ucmfs.control import protocol, server
 from ucmfs.errors import ProtocolError, sole_error
 from ucmfs.fuse import mounts, wire
+from ucmfs.fuse.grants import IDLE, Grants
 from ucmfs.fuse.journal import Journal, Recalled, read
 from ucmfs.fuse.link import Link, why_no_passthrough
 from ucmfs.fuse.operations import Operations
@@ -96,6 +97,7 @@ class _Mount:
             }
         )
         self._operations = Operations(self._pipeline, self._virtual)
+        self._grants: Grants | None = None
         self._listener: socket.socket | None = None
         self._no_passthrough = (
             why_no_passthrough() if self._pipeline.options.passthrough else "passthrough is switched off"
@@ -114,11 +116,13 @@ class _Mount:
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(self._serve_fuse, nursery.cancel_scope)
                     nursery.start_soon(self._heed_signals)
-                    nursery.start_soon(self._link.listen, self._end)
+                    nursery.start_soon(self._link.listen, self._end, self._heard, self._synced)
+                    nursery.start_soon(self._recall_idle)
                     await self._listen()
                     assert self._listener is not None
                     hooks = server.Hooks(
                         self._operations.changed_elsewhere,
+                        self._operations.take_back,
                         self._unmount,
                         lambda: self._answered.set(),
                         self._restart,
@@ -131,6 +135,9 @@ class _Mount:
                     self._ready()
             finally:
                 self._close_socket()
+                if self._grants is not None:
+                    # It writes to what is closed now.
+                    self._grants.close()
                 pyfuse3.close(unmount=False)
                 self._operations.close_all()
                 with trio.CancelScope(shield=True):
@@ -141,10 +148,18 @@ class _Mount:
     async def _mount(self, recalled: Recalled | None) -> None:
         if self._no_passthrough is None:
             self._operations.backing = self._link.backing
+            self._operations.grants = self._grants = Grants(
+                self._link.send_between,
+                self._link.ask_leases,
+                self._pipeline.cache.capacity,
+                over=self._operations.lease_over,
+                hit=self._operations.hit,
+            )
+            self._pipeline.room.on_pressure = self._grants.recall_all
         else:
             log.info("%s; bytes go through the daemon", self._no_passthrough)
         if recalled is not None:
-            await self._operations.recover(recalled, self._link.handles, self._link.repeated)
+            await self._operations.recover(recalled, self._link.handles, self._link.leased, self._link.repeated)
             log.info("took over from the daemon before, with %d open files", len(self._operations.inodes.handles))
         self._operations.begin(Journal(partial(self._link.keep, "journal")))
         pyfuse3.init(self._operations, self._link.messages, set())
@@ -166,7 +181,22 @@ class _Mount:
         if relay_gone:
             log.error("the relay (pid %d) is gone, and the mount with it", self._link.relay)
             mounts.take_away(self._mount_point, self._link.device)
+        if self._grants is not None:
+            self._grants.close()
         pyfuse3.terminate()
+
+    def _heard(self, report: list[wire.Reported]) -> None:
+        if self._grants is not None:
+            self._grants.heard(report)
+
+    def _synced(self) -> None:
+        if self._grants is not None:
+            self._grants.synced()
+
+    async def _recall_idle(self) -> None:
+        while self._grants is not None:
+            await trio.sleep(IDLE / 2)
+            self._grants.recall_idle()
 
     async def _listen(self) -> None:
         """Have the socket: an earlier daemon's, or a new one."""
@@ -295,13 +325,15 @@ class _Mount:
         return self._no_passthrough or self._link.backing.refusal
 
     async def _stats(self) -> dict[str, Any]:
+        if self._grants is not None:
+            await self._grants.sync()
         return {
             "version": version("ucmfs"),
             "pid": os.getpid(),
             "mount_point": str(self._mount_point),
             "uptime_s": round(time.time() - self._started, 3),
             "inodes": len(self._operations.inodes),
-            "open_files": len(self._operations.inodes.handles),
+            "open_files": len(self._operations.inodes.handles) + (self._grants.opens if self._grants else 0),
             "data_path": "daemon" if self._refusal else "passthrough",
             "data_path_reason": self._refusal,
             "daemon_pid": os.getpid(),

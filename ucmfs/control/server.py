@@ -41,11 +41,17 @@ MAX_STAGINGS = 4096
 T = TypeVar("T")
 
 
+async def _nothing(name: str) -> None:
+    pass
+
+
 class Hooks(NamedTuple):
     """What the mount wants to know or do; all of it may be absent, as in a process without a mount."""
 
-    changed: Callable[[str], None] = lambda name: None
+    changed: Callable[[str], Awaitable[None]] = _nothing
     """A block was published or removed over the socket: what the kernel remembers of it is old."""
+    take_back: Callable[[str], Awaitable[None]] = _nothing
+    """A block is to leave the Cache: nobody outside of the daemon may begin to use it meanwhile."""
     unmount: Callable[[protocol.Unmount], Awaitable[dict[str, Any]]] | None = None
     unmount_answered: Callable[[], None] = lambda: None
     """Who asked to unmount has the answer."""
@@ -351,7 +357,7 @@ class _Session:
         self._pipeline.publish(staging, name)
         del self._stagings[number]
         os.close(staging.fd)
-        self._hooks.changed(name)
+        await self._hooks.changed(name)
 
     async def _discard(self, number: int) -> None:
         _, staging, _ = self._staging(number)
@@ -370,7 +376,7 @@ class _Session:
         if found is not None and found.is_directory:
             raise NotABlock(name, "it is a directory")
         removed = await self._pipeline.remove(name)
-        self._hooks.changed(name)
+        await self._hooks.changed(name)
         return removed
 
     async def _prefetch(self, request: protocol.Prefetch) -> protocol.Reply:
@@ -387,6 +393,7 @@ class _Session:
 
     async def _evict(self, name: str) -> bool:
         self._allow_path(check_name(name), want_parent=2)
+        await self._hooks.take_back(name)
         return self._pipeline.evict(name)
 
     async def _pin(self, name: str, on: bool) -> bool:

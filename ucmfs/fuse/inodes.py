@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator, Set
+from collections.abc import Callable, Iterator, Set
 
 import pyfuse3
 import trio
 
 from ucmfs.block import Attributes
+from ucmfs.fuse.grants import Grant
 from ucmfs.fuse.journal import Gone, HandleRecord, InodeRecord, NumbersRecord, Record, WritingRecord
 from ucmfs.stages.cache import OpenBlock, Staging
 
@@ -88,6 +89,7 @@ class Inode:
         "by_kernel",
         "file",
         "handles",
+        "lease",
         "lock",
         "lookups",
         "name",
@@ -110,6 +112,8 @@ class Inode:
         """How many of the handles have backing id `backing`. The kernel wants it for all opens of an inode or for none;
         those that it shall not serve by itself have it too, with direct_io."""
         self.backing = 0
+        self.lease: Grant | None = None
+        """While the relay opens it by itself, or has it open. It has `backing` then too."""
         self.file: OpenBlock | None = None
         """The published block, while there are handles and it is not being written."""
         self.writing: Writing | None = None
@@ -119,6 +123,11 @@ class Inode:
     @property
     def is_directory(self) -> bool:
         return self.attributes.is_directory
+
+    @property
+    def is_backed(self) -> bool:
+        """Whether the kernel may have it open with `backing`."""
+        return self.by_kernel > 0 or self.lease is not None
 
     def record(self, *, named: bool) -> InodeRecord:
         kept = self.attributes
@@ -175,7 +184,9 @@ class Handle:
 class Inodes:
     """The table. Touched on the trio loop only, and consistent between any two checkpoints."""
 
-    def __init__(self) -> None:
+    def __init__(self, recall: Callable[[Inode], None] = lambda inode: None) -> None:
+        self._recall = recall
+        """Called for an inode whose lease must end."""
         self._next = FIRST_NUMBER
         self._by_number: dict[int, Inode] = {}
         self._by_name: dict[str, Inode] = {}
@@ -251,7 +262,7 @@ class Inodes:
 
     def restore_published(self, inode: Inode, attributes: Attributes, *, is_current: bool) -> None:
         """What was being written to *inode*, put back by restore(), is published, and may have been replaced since."""
-        if inode.orphan or inode.by_kernel or not is_current:
+        if inode.orphan or inode.is_backed or not is_current:
             self.detach(inode)
             return
         before = self._by_name.get(inode.name)
@@ -274,6 +285,9 @@ class Inodes:
 
     def __len__(self) -> int:
         return len(self._by_number)
+
+    def __iter__(self) -> Iterator[Inode]:
+        return iter(list(self._by_number.values()))
 
     def named(self, name: str) -> Inode | None:
         """The inode that stands for the published version of *name*, if the kernel knows one."""
@@ -311,6 +325,7 @@ class Inodes:
         self._unlist(inode)
         inode.orphan = True
         self.touch(inode)
+        self._recall(inode)
         self._drop_unused(inode)
 
     def forget(self, number: int, lookups: int) -> None:
@@ -318,10 +333,12 @@ class Inodes:
         if inode is not None and number != pyfuse3.ROOT_INODE:
             inode.lookups -= lookups
             self.touch(inode)
+            if inode.lookups <= 0:
+                self._recall(inode)
             self._drop_unused(inode)
 
     def _drop_unused(self, inode: Inode) -> None:
-        if inode.lookups > 0 or inode.handles or inode.writing is not None:
+        if inode.lookups > 0 or inode.handles or inode.writing is not None or inode.lease is not None:
             return
         self._by_number.pop(inode.number, None)
         if self._by_name.get(inode.name) is inode:
@@ -332,6 +349,10 @@ class Inodes:
 
     def start_writing(self, name: str, writing: Writing) -> Inode:
         """A new inode for a new version of *name*."""
+        published = self._by_name.get(name)
+        if published is not None:
+            # Once this is published who opens the name must not get that one, and may come before we are told.
+            self._recall(published)
         inode = self._new(name, writing.staging.attributes())
         inode.writing = writing
         self._writings.setdefault(name, []).append(inode)
@@ -340,6 +361,7 @@ class Inodes:
     def start_in_place(self, inode: Inode, writing: Writing) -> None:
         """*inode* itself is changed from now on; who does not change it finds the published version on another."""
         inode.writing = writing
+        self._recall(inode)
         if self._by_name.get(inode.name) is inode:
             del self._by_name[inode.name]
         if not inode.orphan:
@@ -353,7 +375,7 @@ class Inodes:
         self._unlist(inode)
         inode.writing = None
         self.touch(inode)
-        if published and inode.by_kernel:
+        if published and inode.is_backed:
             # Its readers go on with the old bytes, from the backing file: the new ones need an inode of their own.
             self.detach(inode)
         elif published:

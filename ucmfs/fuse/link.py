@@ -46,12 +46,14 @@ class Link:
         """How many daemons this mount had before."""
         self.handles: set[int] = set()
         """The handles that the kernel has from earlier daemons."""
+        self.leased: list[wire.Reported] = []
+        """What earlier daemons leased, and is still open."""
         self.repeated: list[bytes] = []
         """Requests that are asked again, and that an earlier daemon may have done."""
         if "known" in fds:
             with open(fds["known"], "rb") as known:
                 known.seek(0)
-                self.starts, self.handles, self.repeated = wire.unpack_known(known.read())
+                self.starts, self.handles, self.leased, self.repeated = wire.unpack_known(known.read())
 
     @property
     def messages(self) -> str:
@@ -74,6 +76,18 @@ class Link:
         """This daemon serves; one that answers nothing for *hang_timeout* seconds hangs (0: is never taken to)."""
         self._send(wire.READY.pack(wire.KIND_READY, hang_timeout))
 
+    def ask_leases(self) -> None:
+        """Have the relay report all that it knows of leases, and then say that it did."""
+        self._send(bytes([wire.KIND_SYNC]))
+
+    def send_between(self, message: bytes) -> bool:
+        """Put *message* to the relay between the replies to the kernel; False if there is no room for it now."""
+        try:
+            os.write(self._fds["messages"], message)
+        except OSError:
+            return False
+        return True
+
     def _send(self, packet: bytes) -> None:
         try:
             self._side.send(packet)
@@ -81,8 +95,16 @@ class Link:
             # The relay is gone; listen() tells.
             return
 
-    async def listen(self, ended: Callable[[bool], None]) -> None:
-        """Answer the relay until the mount is over: then call *ended*, with whether the relay is gone."""
+    async def listen(
+        self,
+        ended: Callable[[bool], None],
+        heard: Callable[[list[wire.Reported]], None] = lambda report: None,
+        synced: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Answer the relay until the mount is over: then call *ended*, with whether the relay is gone.
+
+        *heard* is called with reports of leases, *synced* after those that were asked for.
+        """
         side = trio.socket.from_stdlib_socket(self._side)
         while True:
             try:
@@ -92,5 +114,10 @@ class Link:
             if not packet or packet[0] == wire.KIND_ENDED:
                 ended(not packet)
                 return
-            if packet[0] == wire.KIND_PING:
-                self._send(bytes([wire.KIND_PONG]))
+            match packet[0]:
+                case wire.KIND_PING:
+                    self._send(bytes([wire.KIND_PONG]))
+                case wire.KIND_REPORT:
+                    heard(wire.unpack_report(packet))
+                case wire.KIND_SYNCED:
+                    synced()

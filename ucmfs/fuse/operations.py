@@ -31,6 +31,7 @@ import trio
 from ucmfs.block import OWN_XATTRS, Attributes, Changes, check_name, child_of, looks_like_lock, looks_temporary
 from ucmfs.errors import BlockExists, BlockNotFound, UcmfsError
 from ucmfs.fuse import wire
+from ucmfs.fuse.grants import Grants
 from ucmfs.fuse.inodes import STAT_BLOCK, Inode, Inodes, Writing, entry_attributes
 from ucmfs.fuse.journal import Gone, InodeRecord, Journal, ListingRecord, Recalled, Record, VirtualRecord
 from ucmfs.fuse.passthrough import Backing
@@ -108,7 +109,9 @@ class Operations(pyfuse3.Operations):
         self.virtual = virtual
         self.backing: Backing | None = None
         """Set where the kernel may be told to read published blocks by itself."""
-        self.inodes = Inodes()
+        self.grants: Grants | None = None
+        """Set where the relay can open published blocks by itself."""
+        self.inodes = Inodes(self._recall)
         self._journal: Journal | None = None
         self._repeated: Counter[tuple[int, int, int, tuple[bytes, ...]]] = Counter()
         """Requests of wire.ONCE that are asked again, and that an earlier daemon may have done."""
@@ -130,6 +133,8 @@ class Operations(pyfuse3.Operations):
             self._journal.write(changes)
             if self._journal.is_long:
                 self._journal.begin(self._snapshot())
+        if self.grants is not None:
+            self.grants.send_new()
 
     def _snapshot(self) -> Iterator[Record]:
         yield from self.inodes.snapshot()
@@ -143,16 +148,20 @@ class Operations(pyfuse3.Operations):
         self._journal = journal
         journal.begin(self._snapshot())
 
-    async def recover(self, recalled: Recalled, handles: Set[int], repeated: Iterable[bytes]) -> None:
+    async def recover(
+        self, recalled: Recalled, handles: Set[int], leased: Iterable[wire.Reported], repeated: Iterable[bytes]
+    ) -> None:
         """Go on where the daemon before ended, once the pipeline runs, whose Cache kept `recalled.files()`.
 
-        *handles* are those that the kernel has: what was opened and never answered is undone. *repeated* are the
-        requests of wire.ONCE that will be asked again.
+        *handles* are those that the kernel has: what was opened and never answered is undone. *leased* is what the
+        relay opened, *repeated* are the requests of wire.ONCE that will be asked again.
         """
         inodes = self.inodes
         if recalled.numbers is not None:
             inodes.restore_numbers(recalled.numbers)
         blocks = self.pipeline.cache.by_file()
+        opens = {number: count for number, _, count, _ in leased if count}
+        self.hit(sum(hits for _, hits, _, _ in leased))
         for record in recalled.inodes.values():
             kept = []
             for handle in recalled.handles.get(record.number, ()):
@@ -161,7 +170,10 @@ class Operations(pyfuse3.Operations):
                 elif handle.created:
                     record = msgspec.structs.replace(record, lookups=record.lookups - 1)
             if record.number != pyfuse3.ROOT_INODE:
-                await self._reopen(inodes.restore(record, kept), record, blocks)
+                inode = inodes.restore(record, kept)
+                if self.grants is not None and record.number in opens:
+                    self.grants.restore(inode, record.size, opens[record.number])
+                await self._reopen(inode, record, blocks)
         for listing in recalled.listings.values():
             with suppress(pyfuse3.FUSEError):
                 self._listings[listing.number] = _Listing(self._listed(listing.inode))
@@ -177,10 +189,7 @@ class Operations(pyfuse3.Operations):
     async def _reopen(self, inode: Inode, record: InodeRecord, blocks: Mapping[int, Cached]) -> None:
         """Open again what *inode* had open."""
         cache = self.pipeline.cache
-        if inode.backing and not inode.by_kernel:
-            if self.backing is not None:
-                self.backing.close(inode.backing)
-            inode.backing = 0
+        self._drop_backing(inode)
         if record.writing is not None:
             staging = cache.reopen_staging(record.writing.file)
             if staging is not None:
@@ -199,7 +208,7 @@ class Operations(pyfuse3.Operations):
                 # It was published, and the daemon died before it could say so.
                 block = blocks[record.writing.file]
                 self.inodes.restore_published(inode, block.attributes, is_current=block.retired is None)
-        if inode.handles and inode.writing is None:
+        if (inode.handles or inode.lease is not None) and inode.writing is None:
             file = record.file or (record.writing.file if record.writing is not None else 0)
             inode.file = await self._reopen_file(inode, file, blocks)
         self.inodes.settle(inode)
@@ -239,6 +248,31 @@ class Operations(pyfuse3.Operations):
             return False
         self._repeated[key] -= 1
         return True
+
+    # Leases
+
+    def hit(self, count: int) -> None:
+        """The relay opened blocks so many times."""
+        self.pipeline.counters.hits += count
+
+    def _recall(self, inode: Inode) -> None:
+        if self.grants is not None:
+            self.grants.recall(inode)
+
+    async def _take_back(self, inode: Inode) -> None:
+        if self.grants is not None:
+            await self.grants.take_back(inode)
+
+    def lease_over(self, inode: Inode) -> None:
+        """The relay has nothing of *inode* open any more, and opens it no more."""
+        self._let_go(inode)
+        self.commit()
+
+    async def take_back(self, path: str) -> None:
+        """Have the published block *path* opened by nobody but this daemon."""
+        inode = self.inodes.named(path)
+        if inode is not None:
+            await self._take_back(inode)
 
     # Names
 
@@ -290,7 +324,8 @@ class Operations(pyfuse3.Operations):
     def _entry(self, inode: Inode) -> pyfuse3.EntryAttributes:
         """What the kernel is told of *inode*; for how long it may believe it."""
         attributes = inode.attributes
-        ttl = self._ttl
+        # What is being replaced is asked for again each time: the new version counts from the writer's close on.
+        ttl = 0 if self.inodes.written(inode.name) else self._ttl
         if inode.writing is not None:
             attributes = inode.writing.staging.attributes()
             ttl = 0
@@ -468,6 +503,7 @@ class Operations(pyfuse3.Operations):
         if verb == "pin":
             await self.pipeline.pin(inode.name, value not in (None, b"", b"0"))
         elif verb == "evict" and value is not None:
+            await self._take_back(inode)
             self.pipeline.evict(inode.name)
         elif verb == "prefetch" and value is not None:
             await self.pipeline.prefetch([inode.name])
@@ -646,6 +682,7 @@ class Operations(pyfuse3.Operations):
         elif inode.writing is None:
             if writable:
                 self._join_in_place(inode, opener)
+                await self._take_back(inode)
             await self._open_published(inode)
         elif not writable and not self._is_shown(inode, ctx.pid):
             # The kernel remembers the name from before it was changed: the published version is another inode now.
@@ -656,6 +693,8 @@ class Operations(pyfuse3.Operations):
         if not ours:
             self._back(inode)
         fh = self.inodes.open_handle(inode, opener=opener, writable=writable, by_kernel=inode.backing > 0)
+        if not ours:
+            self._lease(inode)
         return pyfuse3.FileInfo(
             fh=inode.backing << 32 | fh,
             # Beside opens that the kernel serves by itself, one that we serve may not use its page cache.
@@ -665,8 +704,29 @@ class Operations(pyfuse3.Operations):
 
     def _back(self, inode: Inode) -> None:
         """Let the kernel serve *inode* by itself, unless opens of it that use the page cache are alive."""
-        if self.backing is not None and inode.file is not None and not inode.handles:
+        if self.backing is not None and inode.file is not None and not inode.handles and not inode.is_backed:
             inode.backing = self.backing.open(inode.file.fd)
+
+    def _lease(self, inode: Inode) -> None:
+        """Let the relay answer what opens *inode* from now on, if it is a block of the Cache that nobody changes."""
+        if (
+            self.grants is not None
+            and inode.backing
+            and inode.file is not None
+            and inode.file.file
+            and not inode.writers
+            and not inode.orphan
+            and not self.inodes.written(inode.name)
+        ):
+            self.grants.give(inode, inode.attributes.size)
+
+    def _drop_backing(self, inode: Inode) -> None:
+        """Close the backing id of *inode* if nothing has it."""
+        if inode.backing and not inode.is_backed:
+            if self.backing is not None:
+                self.backing.close(inode.backing)
+            inode.backing = 0
+            self.inodes.touch(inode)
 
     def _join_in_place(self, inode: Inode, opener: int) -> None:
         """Who opens a published block to change it joins who is changing it: one file, as in a shared pool."""
@@ -767,6 +827,7 @@ class Operations(pyfuse3.Operations):
 
     async def _start_in_place(self, inode: Inode) -> Writing:
         """Begin to change a published block: from now on *inode* is a copy of it."""
+        await self._take_back(inode)
         async with inode.locked():
             if inode.writing is not None:
                 return inode.writing
@@ -817,16 +878,19 @@ class Operations(pyfuse3.Operations):
             return
         handle = self.inodes.close_handle(fh)
         inode = handle.inode
-        if inode.backing and not inode.by_kernel and self.backing is not None:
-            self.backing.close(inode.backing)
-            inode.backing = 0
         if inode.writing is not None and not inode.writers:
             self._end_writing(inode)
-        if not inode.handles:
-            if inode.file is not None:
-                inode.file.close()
-                inode.file = None
-            self.inodes.settle(inode)
+        self._let_go(inode)
+
+    def _let_go(self, inode: Inode) -> None:
+        """A handle of *inode* or its lease is gone: close what nobody needs any more."""
+        self._drop_backing(inode)
+        if inode.handles or inode.lease is not None:
+            return
+        if inode.file is not None:
+            inode.file.close()
+            inode.file = None
+        self.inodes.settle(inode)
 
     def _end_writing(self, inode: Inode) -> None:
         """The last writer is gone: publish what it wrote, or drop it."""
@@ -993,8 +1057,8 @@ class Operations(pyfuse3.Operations):
 
     # From the control side
 
-    def changed_elsewhere(self, path: str) -> None:
-        """A block was published or removed over the socket: the kernel must look again."""
+    async def changed_elsewhere(self, path: str) -> None:
+        """A block was published or removed over the socket: the kernel must look again, and the relay."""
         inode = self.inodes.named(path)
         if inode is None:
             return
@@ -1004,10 +1068,11 @@ class Operations(pyfuse3.Operations):
             name = os.fsencode(path.rpartition("/")[2])
             pyfuse3.invalidate_entry_async(parent.number, name, ignore_enoent=True)
         self.commit()
+        await self._take_back(inode)
 
     def close_all(self) -> None:
         """The mount is gone: let go of every staging file and descriptor; what was being written is dropped."""
-        for inode in {handle.inode for handle in self.inodes.handles.values()}:
+        for inode in self.inodes:
             if inode.writing is not None:
                 self.pipeline.cache.abandon(inode.writing.staging)
                 self.inodes.end_writing(inode, published=False)

@@ -9,12 +9,13 @@ kernel, the requests that have no answer yet, which are asked again, and the des
 It copies messages, one SEQPACKET packet each, and looks into few:
 
 - The reply to INIT: accept passthrough where the kernel offers it.
+- OPEN and RELEASE of leased inodes are answered here (leases.py).
 - Replies to OPEN and CREATE: the upper half of `fh` is a backing id. Where the daemon put one, the kernel shall read
   and write the backing file by itself (FOPEN_PASSTHROUGH), and a read-only open needs no FLUSH. Which handles the
   kernel has been given, and has not released, is remembered for the next daemon.
 
 A reply to nothing that was asked goes nowhere; one that the kernel could not take fails the request that it belongs
-to. Started with `-I -S` and nothing of ucmfs but wire.py: it shall be small and have no way to fail.
+to. Started with `-I -S` and nothing of ucmfs but wire.py and leases.py: it shall be small and have no way to fail.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import importlib.util
 import os
 import select
 import signal
@@ -33,7 +33,12 @@ import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+
+if not __package__:
+    # Started as a program, with a search path of the standard library only.
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+from ucmfs.fuse import wire
+from ucmfs.fuse.leases import Leases
 
 __all__ = ["RESTART", "Forwarder", "Supervisor", "device_at"]
 
@@ -53,24 +58,14 @@ MOST_FAILURES, FAILURE_WINDOW = 5, 60.0
 """So many daemons that fail on start within so many seconds end the mount."""
 SETTLED = 0.2
 """Seconds that a daemon must have served to count as one that started."""
+REPORTS = 1.0
+"""Seconds between reports of leases."""
 SHUTDOWN = 120.0
 """Seconds that a daemon may take to end once the kernel ended the connection; it writes back what is dirty."""
 
 _NOT_STARTED = 127
 _SO_SNDBUFFORCE = 32
 _MNT_DETACH, _UMOUNT_NOFOLLOW = 2, 8
-
-
-def _load_wire() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("wire", Path(__file__).with_name("wire.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-wire = _load_wire()
 
 
 def log(level: str, text: str) -> None:
@@ -88,9 +83,17 @@ class Forwarder:
     with attach() if it came before, else as it comes.
     """
 
-    def __init__(self, fuse: int, ended: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        fuse: int,
+        ended: Callable[[], None] = lambda: None,
+        report: Callable[[bytes], None] = lambda packet: None,
+    ) -> None:
         self._fuse = fuse
         self._on_end = ended
+        self._report = report
+        """Tells the daemon of leases."""
+        self.leases = Leases()
         self._lock = threading.Lock()
         self._daemon: socket.socket | None = None
         self._answering: threading.Thread | None = None
@@ -159,6 +162,8 @@ class Forwarder:
             if opcode == wire.INTERRUPT:
                 # pyfuse3 heeds none, and libfuse would answer some.
                 continue
+            if opcode in (wire.OPEN, wire.RELEASE) and self._answer_leased(view):
+                continue
             with self._lock:
                 if opcode == wire.INIT:
                     self._init = bytes(view)
@@ -176,6 +181,24 @@ class Forwarder:
                         self._daemon.send(view)
         self.ended = True
         self._on_end()
+
+    def _answer_leased(self, request: memoryview) -> bool:
+        """Answer *request*, an OPEN or RELEASE, if it is of a leased inode."""
+        _, opcode, unique, node, *_ = wire.IN_HEADER.unpack_from(request)
+        if opcode == wire.OPEN:
+            opened = self.leases.open(node, wire.OPEN_IN.unpack_from(request, wire.IN_HEADER.size)[0])
+            if opened is None:
+                return False
+            body = opened
+        else:
+            body = b""
+            ours, report = self.leases.release(wire.RELEASE_IN.unpack_from(request, wire.IN_HEADER.size)[0])
+            if not ours:
+                return False
+            if report is not None:
+                self._report(report)
+        self._write(wire.OUT_HEADER.pack(wire.OUT_HEADER.size + len(body), 0, unique) + body, unique)
+        return True
 
     def _read(self, buffer: bytearray) -> int:
         """One request; 0 when the kernel has ended the connection."""
@@ -208,6 +231,9 @@ class Forwarder:
             self._complain(f"a packet of {len(reply)} bytes")
             return
         length, error, unique = wire.OUT_HEADER.unpack_from(reply)
+        if unique == wire.LEASES_UNIQUE:
+            self._lease(reply, error)
+            return
         request = self._pending.get(unique)
         if request is None:
             if length != len(reply) or unique:
@@ -230,6 +256,18 @@ class Forwarder:
         if isinstance(request, memoryview) and len(self._spare) < SPARE_BUFFERS:
             assert isinstance(request.obj, bytearray)
             self._spare.append(request.obj)
+
+    def _lease(self, message: memoryview, kind: int) -> None:
+        if len(message) != wire.OUT_HEADER.size + wire.LEASE.size:
+            self._complain(f"{len(message)} bytes about a lease")
+            return
+        node, backing = wire.LEASE.unpack_from(message, wire.OUT_HEADER.size)
+        if kind == wire.GRANT and 0 < backing < 1 << 31:
+            self.leases.grant(node, backing)
+        elif kind == wire.RECALL:
+            self._report(self.leases.recall(node))
+        else:
+            self._complain(f"something unknown about a lease ({kind})")
 
     def _stray(self, unique: int, length: int, size: int) -> None:
         """A reply to no request: the second INIT's, which the kernel never sent, or nonsense."""
@@ -310,13 +348,15 @@ class Supervisor:
         self._kept = fds
         """Descriptors that every daemon inherits, by name. "report" is for the first only."""
         self._wake, self._woken = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        self._forwarder = Forwarder(fds["fuse"], ended=lambda: self._nudge())
+        self._forwarder = Forwarder(fds["fuse"], self._nudge, self._tell)
         self._starts = 0
         self._side: socket.socket | None = None
         self._process = -1  # pidfd
         self._ready_since = 0.0
         self._hang_timeout = 0.0
-        self._ponged = True
+        self._next_look = 0.0
+        self._asked_at: float | None = None
+        """When the daemon was asked whether it is there; None once it said so."""
 
     def run(self) -> int:
         """Until the mount is over; give the exit status."""
@@ -348,11 +388,13 @@ class Supervisor:
         """Start a daemon; give its pid, or None where the system refuses."""
         messages, theirs = _socketpair()
         self._side, side_theirs = _socketpair()
-        self._ready_since, self._ponged = 0.0, True
+        self._ready_since, self._next_look, self._asked_at = 0.0, time.monotonic() + REPORTS, None
         fds = {**self._kept, "messages": theirs.fileno(), "side": side_theirs.fileno()}
         if self._starts:
             known = os.memfd_create("known")
-            os.write(known, wire.pack_known(self._starts, self._forwarder.handles, self._forwarder.repeated()))
+            forwarder = self._forwarder
+            leases = forwarder.leases.hand_over()
+            os.write(known, wire.pack_known(self._starts, forwarder.handles, leases, forwarder.repeated()))
             fds["known"] = known
         self._starts += 1
         try:
@@ -393,9 +435,7 @@ class Supervisor:
         told_end = False
         deadline = float("inf")
         while True:
-            # The ticks are half as long as the time after which a daemon hangs: one to ask, one to wait.
-            tick = self._hang_timeout / 2 if self._ready_since and self._hang_timeout else 3600.0
-            events = dict(poll.poll(min(tick, max(0.0, deadline - time.monotonic())) * 1000))
+            events = dict(poll.poll(max(0.0, min(self._next_look, deadline) - time.monotonic()) * 1000))
             if self._side.fileno() in events and not self._hear():
                 poll.unregister(self._side.fileno())
             if self._process in events:
@@ -405,13 +445,12 @@ class Supervisor:
             if self._forwarder.ended and not told_end:
                 told_end = True
                 deadline = time.monotonic() + SHUTDOWN
-                self._tell(wire.KIND_ENDED)
+                self._tell(bytes([wire.KIND_ENDED]))
             if time.monotonic() > deadline:
                 log("ERROR", f"the mount is gone, but the daemon (pid {pid}) does not end; it is killed")
                 self._kill()
-            elif not events and self._hangs():
-                log("ERROR", f"the daemon (pid {pid}) answered nothing for {self._hang_timeout:g} s; it is killed")
-                self._kill()
+            elif time.monotonic() >= self._next_look:
+                self._look_after(pid)
         while self._hear():
             pass
         _, status = os.waitpid(pid, 0)
@@ -420,15 +459,26 @@ class Supervisor:
         os.close(self._process)
         return os.waitstatus_to_exitcode(status)
 
-    def _hangs(self) -> bool:
-        """A tick passed: whether the daemon should have answered by now. Asks it, for the next tick to know."""
+    def _look_after(self, pid: int) -> None:
+        """Every second or so: report leases; ask whether the daemon is there, and kill one that was asked and is not.
+
+        The looks are at most half as far apart as the time after which a daemon hangs: one to ask, one to wait.
+        """
+        now = time.monotonic()
+        timeout = self._hang_timeout
+        self._next_look = now + (min(REPORTS, timeout / 2) if timeout else REPORTS)
         if not self._ready_since:
-            return False
-        hangs = not self._ponged and self._forwarder.waits
-        if self._ponged:
-            self._ponged = False
-            self._tell(wire.KIND_PING)
-        return hangs
+            return
+        for report in self._forwarder.leases.news():
+            self._tell(report)
+        if not timeout:
+            return
+        if self._asked_at is None:
+            self._asked_at = now
+            self._tell(bytes([wire.KIND_PING]))
+        elif now - self._asked_at >= timeout / 2 and self._forwarder.waits:
+            log("ERROR", f"the daemon (pid {pid}) answered nothing for {timeout:g} s; it is killed")
+            self._kill()
 
     def _hear(self) -> bool:
         """One packet of the side channel, if there is one; False at its end."""
@@ -444,9 +494,12 @@ class Supervisor:
         kind, name = packet[0], packet[1:].decode(errors="replace")
         if kind == wire.KIND_READY and len(packet) == wire.READY.size:
             self._hang_timeout = max(0.0, wire.READY.unpack(packet)[1])
-            self._ready_since = time.monotonic()
+            self._ready_since = self._next_look = time.monotonic()
         elif kind == wire.KIND_PONG:
-            self._ponged = True
+            self._asked_at = None
+        elif kind == wire.KIND_SYNC:
+            for report in [*self._forwarder.leases.news(), bytes([wire.KIND_SYNCED])]:
+                self._tell(report)
         elif kind == wire.KIND_KEEP and fds and name not in ("", "fuse"):
             self._drop(name)
             self._kept[name] = fds.pop()
@@ -464,10 +517,11 @@ class Supervisor:
         if fd is not None:
             os.close(fd)
 
-    def _tell(self, kind: int) -> None:
+    def _tell(self, packet: bytes) -> None:
+        """By every thread; a packet is sent whole or not at all."""
         assert self._side is not None
-        with contextlib.suppress(OSError):  # its end, or full: either is seen elsewhere
-            self._side.send(bytes([kind]), socket.MSG_DONTWAIT)
+        with contextlib.suppress(OSError):  # there is nobody any more, or nobody who reads: either is seen elsewhere
+            self._side.send(packet, socket.MSG_DONTWAIT)
 
     def _kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):

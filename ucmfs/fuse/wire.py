@@ -59,28 +59,59 @@ def error_reply(unique: int, errno: int) -> bytes:
 
 READY = struct.Struct("<Bd")
 """From the daemon: it serves. Kind, and the seconds without an answer after which it hangs."""
-KIND_READY, KIND_PING, KIND_PONG, KIND_ENDED, KIND_KEEP, KIND_DROP = range(6)
-"""PING and ENDED (the kernel ended the connection) are from the relay, the others from the daemon. KEEP comes with a
-descriptor that the next daemon inherits, under the name that follows the kind; DROP closes it."""
+KIND_READY, KIND_PING, KIND_PONG, KIND_ENDED, KIND_KEEP, KIND_DROP, KIND_SYNC, KIND_SYNCED, KIND_REPORT = range(9)
+"""PING, ENDED (the kernel ended the connection), SYNCED and REPORT (of leases) are from the relay, the others from the
+daemon. KEEP comes with a descriptor that the next daemon inherits, under the name that follows the kind; DROP closes
+it. SYNC asks for all that the daemon was not told of leases yet, and for SYNCED after it."""
+
+# Leases. GRANT and RECALL go between the daemon's replies, so that they keep their place among them.
+
+LEASES_UNIQUE = (1 << 64) - 1
+GRANT, RECALL = 1, 2
+"""In the place of a reply's error."""
+LEASE = struct.Struct("<QI")
+"""node, backing id (of no meaning in RECALL)"""
+_REPORTED = struct.Struct("<QIIB")
+"""node, opens since the last report, handles that are open, whether the lease is recalled"""
+MOST_REPORTED = 200
+"""Rows in one report."""
+
+Reported = tuple[int, int, int, bool]
+
+
+def lease_message(kind: int, node: int, backing: int = 0) -> bytes:
+    return OUT_HEADER.pack(OUT_HEADER.size + LEASE.size, kind, LEASES_UNIQUE) + LEASE.pack(node, backing)
+
+
+def pack_report(rows: Iterable[Reported]) -> bytes:
+    return bytes([KIND_REPORT]) + b"".join(_REPORTED.pack(*row) for row in rows)
+
+
+def unpack_report(packet: bytes) -> list[Reported]:
+    return [(node, hits, opens, bool(recalled)) for node, hits, opens, recalled in _REPORTED.iter_unpack(packet[1:])]
 
 
 # What a new daemon is told of the one before
 
 
-def pack_known(starts: int, handles: Iterable[int], requests: Iterable[bytes]) -> bytes:
-    """For a daemon that replaces another: which handles the kernel has, and which requests of ONCE it repeats."""
+def pack_known(starts: int, handles: Iterable[int], leases: Iterable[Reported], requests: Iterable[bytes]) -> bytes:
+    """For a daemon that replaces another: which handles the kernel has, what was opened under leases, which requests
+    of ONCE are asked again."""
     numbers = list(handles)
-    parts = [struct.pack(f"<II{len(numbers)}I", starts, len(numbers), *numbers)]
+    leased = b"".join(_REPORTED.pack(*row) for row in leases)
+    parts = [struct.pack(f"<III{len(numbers)}I", starts, len(numbers), len(leased), *numbers), leased]
     for request in requests:
         parts += [struct.pack("<I", len(request)), request]
     return b"".join(parts)
 
 
-def unpack_known(data: bytes) -> tuple[int, set[int], list[bytes]]:
-    """(number of daemons before, handles, requests) from what pack_known() made."""
-    starts, count = struct.unpack_from("<II", data)
-    handles = struct.unpack_from(f"<{count}I", data, 8)
-    return starts, set(handles), list(_requests(data, 8 + 4 * count))
+def unpack_known(data: bytes) -> tuple[int, set[int], list[Reported], list[bytes]]:
+    """(number of daemons before, handles, leases, requests) from what pack_known() made."""
+    starts, count, leased = struct.unpack_from("<III", data)
+    handles = struct.unpack_from(f"<{count}I", data, 12)
+    at = 12 + 4 * count
+    leases = unpack_report(b"\0" + data[at : at + leased])
+    return starts, set(handles), leases, list(_requests(data, at + leased))
 
 
 def _requests(data: bytes, at: int) -> Iterator[bytes]:

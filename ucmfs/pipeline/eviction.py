@@ -58,6 +58,8 @@ class Room:
         self._urge_write_back = urge_write_back
         self._queue: deque[_Waiter] = deque()
         self._granting = False
+        self.on_pressure: Callable[[], None] = lambda: None
+        """Called when there is no room and nothing to evict: who keeps blocks open that need not be shall let go."""
         cache.on_freed = self._grant
 
     async def reserve(self, staging: Staging, nbytes: int, *, wait: bool = True) -> None:
@@ -91,6 +93,7 @@ class Room:
         cache = self._cache
         while cache.free < nbytes:
             if not cache.evict_one():
+                self.on_pressure()
                 return False
             self.evictions += 1
         return True
