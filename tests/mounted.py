@@ -1,4 +1,4 @@
-"""A real mount for tests, made and ended by the real command."""
+"""A real mount for tests. What the commands do is called in this process: to start one takes most of a second."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from typing import Any
 import yaml
 
 from ucmfs import mounting
-from ucmfs.config import Section
+from ucmfs.config import load
+from ucmfs.control import protocol
+from ucmfs.control.connection import Connection
 
 UCMFS = str(Path(sys.executable).with_name("ucmfs"))
 
@@ -63,24 +65,25 @@ class Mounted:
             raise AssertionError(f"ucmfs {arguments} gave {done.returncode}: {done.stdout}{done.stderr}")
         return done
 
-    def mount_with(self, *daemon: str | Path) -> None:
-        """Mount with another daemon than ucmfs's: the words after `python`."""
-        command = [sys.executable, *map(str, daemon)]
-        mounting.mount(Section.of(self.config), self.point, daemon=command)
-
-    def mount(self, *options: str) -> None:
+    def mount(self, options: str = "", *, daemon: Sequence[str] = mounting.DAEMON) -> None:
+        """Mount with *options* as for -o; *daemon* is the command that the relay starts."""
         self.config_file.write_text(
             yaml.safe_dump(
                 {"ucm_connectors": [{"ucm_connector_name": "UcmPipelineStore", "ucm_connector_config": self.config}]}
             )
         )
-        self.ucmfs("mount", self.config_file, self.point, *options)
+        mounting.mount(load(self.config_file), self.point, frozenset(options.split(",")) - {""}, daemon=daemon)
 
     def umount(self) -> None:
-        self.ucmfs("umount", self.point)
+        mounting.unmount(self.point)
+
+    def ask(self, request: protocol.Request) -> protocol.Reply:
+        """What the daemon answers on its socket."""
+        with Connection.to_mount(self.point, timeout=60) as connection:
+            return connection.request(request)
 
     def status(self) -> dict[str, Any]:
-        status: dict[str, Any] = json.loads(self.ucmfs("status", self.point, "--json").stdout)
+        status: dict[str, Any] = self.ask(protocol.Stats()).result
         return status
 
     def stats(self) -> dict[str, Any]:
@@ -88,12 +91,12 @@ class Mounted:
         return stats
 
     def flush(self) -> None:
-        self.ucmfs("flush", self.point)
+        answer = self.ask(protocol.Flush(timeout=60)).result
+        assert not answer["left"], answer
 
     def lookup(self, *names: str) -> list[bool]:
         """What the socket says, which knows of published blocks only."""
-        done = self.ucmfs("lookup", self.point, "--json", *names, check=False)
-        return [row["size"] is not None for row in json.loads(done.stdout)]
+        return [size is not None for size in self.ask(protocol.Lookup(list(names))).rows]
 
     def kill_all(self, *, clear: bool = True, status: dict[str, Any] | None = None) -> None:
         """SIGKILL for relay and daemon; wait until they are gone, and with *clear* take the dead mount away.

@@ -69,12 +69,12 @@ def test_without(make_mount: Callable[..., Mounted]) -> None:
 
 def test_mount_options(make_mount: Callable[..., Mounted]) -> None:
     mnt = make_mount(mount=False)
-    mnt.mount("-o", "ro,noatime")
+    mnt.mount("ro,noatime")
     assert mnt.status()["data_path"] == "passthrough"
     with pytest.raises(OSError, match="Read-only"):
         (mnt / "x").write_bytes(b"")
     mnt.umount()
-    mnt.mount("-o", "fsname=mine")
+    mnt.mount("fsname=mine")
     assert f"{mnt.point} rw" in Path("/proc/self/mountinfo").read_text()
     assert " - fuse.ucmfs mine " in Path("/proc/self/mountinfo").read_text()
     (mnt / "x").write_bytes(b"data")

@@ -180,7 +180,7 @@ class Operations(pyfuse3.Operations):
             self._next_listing = max(self._next_listing, listing.number + 1)
         for virtual in recalled.virtuals.values():
             if virtual.number in handles:
-                await self.virtual.reopen(virtual.number, virtual.inode)
+                self.virtual.reopen(virtual.number, virtual.inode)
         for request in repeated:
             _, opcode, _, node, _, _, pid, *_ = wire.IN_HEADER.unpack_from(request)
             self._repeated[opcode, node, pid, wire.names_in(request)] += 1
@@ -768,12 +768,19 @@ class Operations(pyfuse3.Operations):
             writing.claimed = True
             self.inodes.touch(inode)
             return
-        if inode.orphan:
+        if inode.orphan or any(self._waits_for(other, opener) for other in self.inodes.written(inode.name)):
+            # It was told so before, by a daemon that died or in another thread.
             raise pyfuse3.FUSEError(errno.ESTALE)
         attributes = inode.attributes if writing is None else writing.staging.attributes()
         staging = await self.pipeline.create(attributes=attributes)
         self.inodes.start_writing(inode.name, Writing(staging, opener, claimed=False))
         raise pyfuse3.FUSEError(errno.ESTALE)
+
+    @staticmethod
+    def _waits_for(inode: Inode, opener: int) -> bool:
+        """Whether *inode* was made for *opener*, who has not looked again yet."""
+        writing = inode.writing
+        return writing is not None and not writing.claimed and writing.openers == {opener}
 
     def _drop_unclaimed(self, inode: Inode) -> None:
         """An open was told to look again. If its process is gone it never will."""
@@ -795,7 +802,7 @@ class Operations(pyfuse3.Operations):
     async def read(self, fh: int, off: int, size: int) -> bytes:
         fh &= wire.OUR_HALF
         if self.virtual.has_open(fh):
-            return self.virtual.read(fh, off, size)
+            return await self.virtual.read(fh, off, size)
         inode = self.inodes.handles[fh].inode
         if inode.writing is not None:
             return os.pread(inode.writing.staging.fd, size, off)

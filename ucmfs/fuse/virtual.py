@@ -36,7 +36,8 @@ class Virtual:
         self._names = {name.encode(): number for number, name in enumerate(files, _FIRST_FILE)}
         self._texts = dict(enumerate(files.values(), _FIRST_FILE))
         self._has_socket = False
-        self._open: dict[int, tuple[int, bytes]] = {}
+        self._open: dict[int, tuple[int, bytes | None]] = {}
+        """By handle: the file's number and its text, None until somebody reads."""
         self._next = FIRST_HANDLE
 
     def owns(self, number: int) -> bool:
@@ -92,10 +93,10 @@ class Virtual:
         self._open[handle] = (number, text)
         return handle
 
-    async def reopen(self, handle: int, number: int) -> None:
+    def reopen(self, handle: int, number: int) -> None:
         """A daemon before this one opened file *number* as *handle*: what was not read yet is told anew."""
         if number in self._texts:
-            self._open[handle] = (number, await self._texts[number]())
+            self._open[handle] = (number, None)
             self._next = max(self._next, FIRST_HANDLE | (handle + 1) % FIRST_HANDLE)
 
     def opened(self) -> Iterator[tuple[int, int]]:
@@ -105,8 +106,12 @@ class Virtual:
     def has_open(self, handle: int) -> bool:
         return handle in self._open
 
-    def read(self, handle: int, offset: int, size: int) -> bytes:
-        return self._open[handle][1][offset : offset + size]
+    async def read(self, handle: int, offset: int, size: int) -> bytes:
+        number, text = self._open[handle]
+        if text is None:
+            text = await self._texts[number]()
+            self._open[handle] = (number, text)
+        return text[offset : offset + size]
 
     def release(self, handle: int) -> bool:
         """Close *handle*; False if it is not one of these."""
