@@ -65,13 +65,16 @@ class Mounted:
             raise AssertionError(f"ucmfs {arguments} gave {done.returncode}: {done.stdout}{done.stderr}")
         return done
 
-    def mount(self, options: str = "", *, daemon: Sequence[str] = mounting.DAEMON) -> None:
-        """Mount with *options* as for -o; *daemon* is the command that the relay starts."""
+    def write_config(self) -> None:
         self.config_file.write_text(
             yaml.safe_dump(
                 {"ucm_connectors": [{"ucm_connector_name": "UcmPipelineStore", "ucm_connector_config": self.config}]}
             )
         )
+
+    def mount(self, options: str = "", *, daemon: Sequence[str] = mounting.DAEMON) -> None:
+        """Mount with *options* as for -o; *daemon* is the command that the relay starts."""
+        self.write_config()
         mounting.mount(load(self.config_file), self.point, frozenset(options.split(",")) - {""}, daemon=daemon)
 
     def umount(self) -> None:
