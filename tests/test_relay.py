@@ -142,7 +142,7 @@ def test_what_is_no_reply_fails_its_request_and_is_told(ends: Ends, capfd: pytes
     assert ends.kernel.recv(100) == wire.error_reply(4, errno.EIO)
     ends.daemon.send(b"tiny")
     ends.reply(4, b"twice")
-    ends.reply(6, b"never asked")
+    ends.reply(1000, b"never asked")
     ends.ask(wire.GETATTR, 6)
     assert ends.answer(6, b"right") == wire.OUT_HEADER.pack(21, 0, 6) + b"right"
     lines = capfd.readouterr().err.splitlines()
@@ -268,3 +268,11 @@ def test_what_a_new_daemon_is_told() -> None:
     known = (3, {1, 2, 1 << 31}, leases, requests)
     assert wire.unpack_known(wire.pack_known(*known)) == known
     assert wire.unpack_known(wire.pack_known(0, set(), [], [])) == (0, set(), [], [])
+
+
+def test_init_keeps_pages_when_attributes_change(ends: Ends) -> None:
+    offered = wire.INIT_AUTO_INVAL_DATA | wire.INIT_EXPLICIT_INVAL_DATA
+    ends.ask(wire.INIT, 2, wire.INIT_IN.pack(7, 40, 0, offered, 0))
+    flags = int.to_bytes(wire.INIT_AUTO_INVAL_DATA | 1, 4, "little")
+    got = ends.answer(2, (bytes(12) + flags).ljust(wire.INIT_OUT_SIZE, b"\0"))[16:]
+    assert int.from_bytes(got[12:16], "little") == wire.INIT_EXPLICIT_INVAL_DATA | 1

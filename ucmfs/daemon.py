@@ -42,6 +42,8 @@ __all__ = ["check", "run"]
 log = logging.getLogger("ucmfs.daemon")  # also where this module is run
 
 MIN_TASKS = 10
+READ_AHEAD_KB = 1024
+"""As large as one request."""
 LAST_FLUSH = 30.0
 """Seconds that the end of a mount waits for dirty blocks; what is left is found by the next mount."""
 _BACKLOG = 128
@@ -163,6 +165,14 @@ class _Mount:
             log.info("took over from the daemon before, with %d open files", len(self._operations.inodes.handles))
         self._operations.begin(Journal(partial(self._link.keep, "journal")))
         pyfuse3.init(self._operations, self._link.messages, set())
+        self._read_ahead()
+
+    def _read_ahead(self) -> None:
+        """Where the daemon serves reads, have the kernel ask for as much at a time as it can."""
+        try:
+            Path(f"/sys/class/bdi/{self._link.device}/read_ahead_kb").write_text(f"{READ_AHEAD_KB}\n")
+        except OSError as error:
+            log.debug("read_ahead_kb stays as it is: %s", error)
 
     async def _serve_fuse(self, scope: trio.CancelScope) -> None:
         try:

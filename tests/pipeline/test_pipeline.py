@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,16 @@ import trio.testing
 from tests.pipeline.faulty import Faulty, flip_a_byte
 from ucmfs.block import Changes, check_name, looks_like_lock, looks_temporary
 from ucmfs.config import PipelineOptions
-from ucmfs.errors import BlockBusy, BlockCorrupt, BlockNotFound, InvalidName, StageError, StageFull, StageTimeout
+from ucmfs.errors import (
+    BlockBusy,
+    BlockCorrupt,
+    BlockNotFound,
+    InvalidName,
+    StageError,
+    StageFull,
+    StageTimeout,
+    UcmfsError,
+)
 from ucmfs.pipeline.eviction import Lru
 from ucmfs.pipeline.pipeline import Pipeline
 from ucmfs.stages.cache import Cache
@@ -176,6 +185,34 @@ def test_a_block_removed_in_mid_fill_is_a_miss(make_rig: Callable[..., Rig]) -> 
             below.gate.set()
         assert outcomes == ["miss"]
         assert await rig.pipeline.lookup(["x"]) == [None]
+        assert rig.cache.used == 0
+
+    rig.run(test)
+
+
+def test_a_block_filled_in_mid_removal_does_not_stay(
+    make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = make_rig()
+    (rig.roots[0] / "x").write_bytes(b"data")
+    [stage] = rig.below
+
+    async def test() -> None:
+        begun, go_on, remove = trio.Event(), trio.Event(), stage.remove
+
+        async def slowly(names: Sequence[str]) -> list[bool | UcmfsError]:
+            begun.set()
+            await go_on.wait()
+            return await remove(names)
+
+        monkeypatch.setattr(stage, "remove", slowly)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(rig.pipeline.remove, "x")
+            await begun.wait()
+            assert await rig.get("x") == b"data"
+            go_on.set()
+        with pytest.raises(BlockNotFound):
+            await rig.get("x")
         assert rig.cache.used == 0
 
     rig.run(test)

@@ -8,7 +8,7 @@ kernel, the requests that have no answer yet, which are asked again, and the des
 
 It copies messages, one SEQPACKET packet each, and looks into few:
 
-- The reply to INIT: accept passthrough where the kernel offers it.
+- The reply to INIT: accept passthrough where the kernel offers it, and keep pages when attributes change.
 - OPEN and RELEASE of leased inodes are answered here (leases.py).
 - Replies to OPEN and CREATE: the upper half of `fh` is a backing id. Where the daemon put one, the kernel shall read
   and write the backing file by itself (FOPEN_PASSTHROUGH), and a read-only open needs no FLUSH. Which handles the
@@ -305,12 +305,18 @@ class Forwarder:
         if len(request) < wire.IN_HEADER.size + wire.INIT_IN.size or len(reply) < start + wire.INIT_OUT_SIZE:
             return
         *_, offered, offered2 = wire.INIT_IN.unpack_from(request, wire.IN_HEADER.size)
-        if not offered & wire.INIT_EXT or not offered2 & wire.INIT_PASSTHROUGH2:
-            return
-        for offset, bits in ((12, wire.INIT_EXT), (wire.INIT_FLAGS2, wire.INIT_PASSTHROUGH2)):
-            (flags,) = wire.INIT_FLAGS.unpack_from(reply, start + offset)
-            wire.INIT_FLAGS.pack_into(reply, start + offset, flags | bits)
-        wire.INIT_FLAGS.pack_into(reply, start + wire.INIT_STACK_DEPTH, 1)
+        (flags,) = wire.INIT_FLAGS.unpack_from(reply, start + 12)
+        (flags2,) = wire.INIT_FLAGS.unpack_from(reply, start + wire.INIT_FLAGS2)
+        if offered & wire.INIT_EXPLICIT_INVAL_DATA:
+            # An inode is one version: whoever changes its bytes does so through the kernel. Times of a block may
+            # change (its writer closes it, utime), and its pages are as good as before.
+            flags = flags & ~wire.INIT_AUTO_INVAL_DATA | wire.INIT_EXPLICIT_INVAL_DATA
+        if offered & wire.INIT_EXT and offered2 & wire.INIT_PASSTHROUGH2:
+            flags |= wire.INIT_EXT
+            flags2 |= wire.INIT_PASSTHROUGH2
+            wire.INIT_FLAGS.pack_into(reply, start + wire.INIT_STACK_DEPTH, 1)
+        wire.INIT_FLAGS.pack_into(reply, start + 12, flags)
+        wire.INIT_FLAGS.pack_into(reply, start + wire.INIT_FLAGS2, flags2)
 
     def _write(self, reply: memoryview | bytes, unique: int) -> None:
         try:

@@ -35,6 +35,7 @@ INIT_FLAGS = struct.Struct("<I")
 """At offset 12 of fuse_init_out; flags2 is at 32, max_stack_depth at 36."""
 INIT_FLAGS2, INIT_STACK_DEPTH = 32, 36
 INIT_EXT = 1 << 30
+INIT_AUTO_INVAL_DATA, INIT_EXPLICIT_INVAL_DATA = 1 << 12, 1 << 25
 INIT_PASSTHROUGH2 = 1 << (37 - 32)
 
 OPEN_IN = struct.Struct("<II")

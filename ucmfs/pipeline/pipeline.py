@@ -414,6 +414,10 @@ class Pipeline:
         async with self.locks.hold([name]):
             self._drop(name)
             removed = await _in_each(self.lower, lambda stage: _one(stage.remove([name]))) or removed
+            filled = self.cache.blocks.get(name)
+            if filled is not None and filled.below and not filled.dirty:
+                # Copied up meanwhile, before it was removed below.
+                self._drop(name)
             self._changed(name)
         return removed
 
