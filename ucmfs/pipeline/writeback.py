@@ -171,6 +171,8 @@ class WriteBack:
                     if block is None or not block.dirty:
                         self._queue.pop(name, None)
                     else:
+                        # Who removes or renames it from now on has to do so below too, and waits for this batch.
+                        block.below = True
                         opened.append((block, block.revision, self._cache.open_block(block)))
                 await self._publish(opened)
             finally:
