@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 import trio
 
 from ucmfs.block import Attributes
+from ucmfs.pipeline.listing import Listings
 
 __all__ = ["KnownBelow", "NameLocks"]
 
@@ -45,11 +46,13 @@ class KnownBelow:
     """What the lower stages said of names lately: a hit with its attributes, or a miss (None).
 
     An answer lives `ttl` seconds. One that was under way while this mount changed anything below is not kept, for
-    it may be older than the change. At most `limit` names are remembered.
+    it may be older than the change. At most `limit` names are remembered. Names that nobody asked for may be known to
+    be missing all the same, from *listings*.
     """
 
-    def __init__(self, ttl: float, limit: int = 1 << 16) -> None:
+    def __init__(self, ttl: float, listings: Listings, limit: int = 1 << 16) -> None:
         self._ttl = ttl
+        self._listings = listings
         self._limit = limit
         self._answers: dict[str, tuple[float, Attributes | None]] = {}
         self.epoch = 0
@@ -57,16 +60,16 @@ class KnownBelow:
     def get(self, name: str) -> tuple[bool, Attributes | None]:
         """(whether an answer is known, the answer)."""
         found = self._answers.get(name)
-        if found is None:
-            return False, None
-        expires, answer = found
-        if expires < trio.current_time():
+        if found is not None and found[0] >= trio.current_time():
+            return True, found[1]
+        if found is not None:
             del self._answers[name]
-            return False, None
-        return True, answer
+        return self._listings.misses(name), None
 
     def put(self, name: str, answer: Attributes | None, *, epoch: int) -> None:
         """Remember *answer*, asked for when `self.epoch` was *epoch*."""
+        if answer is None:
+            self._listings.missed(name)
         if epoch != self.epoch or not self._ttl:
             return
         if len(self._answers) >= self._limit:
@@ -79,7 +82,9 @@ class KnownBelow:
         self.epoch += 1
         for name in names:
             self._answers.pop(name, None)
+        self._listings.forget(*names)
 
     def forget_all(self) -> None:
         self.epoch += 1
         self._answers.clear()
+        self._listings.forget_all()

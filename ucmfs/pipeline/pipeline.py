@@ -29,6 +29,7 @@ from ucmfs.errors import (
 )
 from ucmfs.pipeline.eviction import Room
 from ucmfs.pipeline.fill import Fills
+from ucmfs.pipeline.listing import Listings
 from ucmfs.pipeline.names import KnownBelow, NameLocks
 from ucmfs.pipeline.writeback import Flushed, WriteBack
 from ucmfs.stages.base import Entry, Publication, Stage, Usage
@@ -67,7 +68,8 @@ class Pipeline:
         self.options = options
         self.counters = Counters()
         self.locks = NameLocks()
-        self.known = KnownBelow(options.consistency_ttl)
+        self._listings = Listings(self.lower, options.consistency_ttl)
+        self.known = KnownBelow(options.consistency_ttl, self._listings)
         threads = trio.CapacityLimiter(2)
         """For digests: memory bound, so that more than two only take turns."""
         self._threads = threads
@@ -103,6 +105,7 @@ class Pipeline:
                 if self.write_back.saves:
                     nursery.start_soon(self.write_back.run)
                 nursery.start_soon(self._prefetch_for_ever)
+                nursery.start_soon(self._listings.run)
                 try:
                     yield
                 finally:
