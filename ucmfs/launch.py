@@ -12,6 +12,7 @@ import json
 import logging
 import logging.handlers
 import os
+import socket
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -131,9 +132,14 @@ def _mounted(launch: Launch, daemon: Sequence[str], more: Mapping[str, int]) -> 
 
 
 def serve(run: Run, arguments: Sequence[str]) -> NoReturn:
-    """Be the daemon that the relay started with *arguments*: mount point, its device, and descriptors as NAME=FD."""
+    """Be the daemon that the relay started with *arguments*: mount point, its device, and descriptors as NAME=FD.
+
+    With the descriptor `standby`, wait there until it is needed.
+    """
     _, device, *named = arguments
     fds = {name: int(fd) for name, _, fd in (word.partition("=") for word in named)}
+    if "standby" in fds:
+        fds = _stand_by(fds["standby"])
     with open(fds.pop("spec"), "rb") as spec:
         # All daemons of a mount share the file, and its position.
         launch = msgspec.msgpack.decode(os.pread(spec.fileno(), os.fstat(spec.fileno()).st_size, 0), type=Launch)
@@ -154,6 +160,16 @@ def serve(run: Run, arguments: Sequence[str]) -> NoReturn:
     finally:
         logging.shutdown()
         os._exit(status)
+
+
+def _stand_by(fd: int) -> dict[str, int]:
+    """Wait until this process is to be the daemon; give the descriptors that it is then given."""
+    with socket.socket(fileno=fd) as relay:
+        names, fds, _, _ = socket.recv_fds(relay, 4096, 64)
+    if not names:
+        # The relay is gone, and needs none.
+        os._exit(0)
+    return dict(zip(names.decode().split(), fds, strict=True))
 
 
 def _log_to(log_file: str | None) -> None:

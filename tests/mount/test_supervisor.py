@@ -52,6 +52,40 @@ def test_a_daemon_that_nobody_waits_for_is_left_alone(make_mount: Callable[..., 
     assert mnt.status()["daemon_pid"] == daemon
 
 
+def children(pid: int) -> set[int]:
+    return set(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
+
+
+def test_another_stands_by(mnt: Mounted) -> None:
+    mnt.expect("was ended by SIGKILL; starting another")
+    status = mnt.status()
+    relay, daemon = status["relay_pid"], status["daemon_pid"]
+    while children(relay) == {daemon}:
+        pass
+    [spare] = children(relay) - {daemon}
+    os.kill(daemon, signal.SIGKILL)
+    mnt.wait_for_daemon(daemon)
+    assert mnt.status()["daemon_pid"] == spare
+    while children(relay) == {spare}:
+        pass
+    # A dead one is no loss, and one that may be of an old version is not taken.
+    [second] = children(relay) - {spare}
+    os.kill(second, signal.SIGKILL)
+    os.kill(spare, signal.SIGKILL)
+    mnt.wait_for_daemon(spare)
+    third = mnt.status()["daemon_pid"]
+    assert third not in (spare, second)
+    while children(relay) == {third}:
+        pass
+    [fourth] = children(relay) - {third}
+    mnt.ucmfs("restart", mnt.point)
+    assert mnt.status()["daemon_pid"] not in (third, fourth)
+    gone = os.pidfd_open(relay)
+    mnt.umount()
+    mnt.wait_exit(gone)
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in (third, fourth))
+
+
 def test_a_relay_of_another_version_is_not_taken_over(mnt: Mounted) -> None:
     before = mnt.status()["daemon_pid"]
     with pytest.raises(

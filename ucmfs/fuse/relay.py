@@ -58,6 +58,8 @@ MOST_FAILURES, FAILURE_WINDOW = 5, 60.0
 """So many daemons that fail on start within so many seconds end the mount."""
 SETTLED = 0.2
 """Seconds that a daemon must have served to count as one that started."""
+SPARE_AFTER = 1.0
+"""Seconds that a daemon serves until another is started to stand by: most of a start is loading modules."""
 REPORTS = 1.0
 """Seconds between reports of leases."""
 SHUTDOWN = 120.0
@@ -356,6 +358,8 @@ class Supervisor:
         self._wake, self._woken = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._forwarder = Forwarder(fds["fuse"], self._nudge, self._tell)
         self._starts = 0
+        self._spare: tuple[int, int, socket.socket] | None = None
+        """A process that waits to become the daemon: pid, pidfd, and the socket that tells it what to serve."""
         self._side: socket.socket | None = None
         self._process = -1  # pidfd
         self._ready_since = 0.0
@@ -377,7 +381,10 @@ class Supervisor:
             if status == 0 or self._forwarder.ended or not (served or self._starts > 1):
                 # In order, or nothing is there to be served, or the command that mounts is told and sees to it.
                 break
-            if status != RESTART:
+            if status == RESTART:
+                # It may be of the version that is to be replaced.
+                self._dismiss_spare()
+            else:
                 log("WARNING", f"the daemon (pid {pid}) {_ended_how(status)}; starting another, nothing is lost")
             if not served or time.monotonic() - self._ready_since < SETTLED:
                 failures.append(time.monotonic())
@@ -385,6 +392,7 @@ class Supervisor:
                     reason = f"the last one {_ended_how(status)}; its reason is above"
                     log("ERROR", f"{MOST_FAILURES} daemons in a row failed on start, {reason}. The mount is ended")
                     break
+        self._dismiss_spare()
         self._take_away()
         return status
 
@@ -404,7 +412,7 @@ class Supervisor:
             fds["known"] = known
         self._starts += 1
         try:
-            pid = self._spawn(fds)
+            pid, self._process = self._employ_spare(fds) or self._spawn(fds)
         except OSError as error:
             log("ERROR", f"{self._command[0]}: {error.strerror}")
             messages.close()
@@ -416,12 +424,12 @@ class Supervisor:
                 if name in fds:
                     os.close(fds[name])
                     self._kept.pop(name, None)
-        self._process = os.pidfd_open(pid)
         self._forwarder.attach(messages)
         return pid
 
-    def _spawn(self, fds: dict[str, int]) -> int:
-        return os.posix_spawn(
+    def _spawn(self, fds: dict[str, int]) -> tuple[int, int]:
+        """Start a daemon with *fds*; give its pid and a pidfd. Raises OSError."""
+        pid = os.posix_spawn(
             self._command[0],
             [*self._command, self._mount_point, self._device, *(f"{name}={fd}" for name, fd in fds.items())],
             os.environ,
@@ -431,6 +439,44 @@ class Supervisor:
             setsid=True,
             setsigdef=[signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGPIPE],
         )
+        return pid, os.pidfd_open(pid)
+
+    def _prepare_spare(self) -> None:
+        """Have a process stand by that has loaded all a daemon needs."""
+        ours, theirs = _socketpair()
+        try:
+            self._spare = (*self._spawn({"standby": theirs.fileno()}), ours)
+        except OSError:
+            # There is no hurry: the next daemon is started when it is needed.
+            ours.close()
+        finally:
+            theirs.close()
+
+    def _employ_spare(self, fds: dict[str, int]) -> tuple[int, int] | None:
+        """Make the spare process the daemon; None where there is none."""
+        if self._spare is None:
+            return None
+        pid, process, tell = self._spare
+        self._spare = None
+        with tell:
+            try:
+                socket.send_fds(tell, [" ".join(fds).encode()], list(fds.values()))
+            except OSError:
+                # It is dead.
+                os.close(process)
+                os.waitpid(pid, 0)
+                return None
+        return pid, process
+
+    def _dismiss_spare(self) -> None:
+        if self._spare is not None:
+            pid, process, tell = self._spare
+            self._spare = None
+            tell.close()
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(process, signal.SIGKILL)
+            os.close(process)
+            os.waitpid(pid, 0)
 
     def _watch(self, pid: int) -> int:
         """Until daemon *pid* is gone; give its exit status, negative for a signal."""
@@ -477,6 +523,8 @@ class Supervisor:
             return
         for report in self._forwarder.leases.news():
             self._tell(report)
+        if self._spare is None and now - self._ready_since >= SPARE_AFTER:
+            self._prepare_spare()
         if not timeout:
             return
         if self._asked_at is None:
