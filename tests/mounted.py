@@ -107,10 +107,11 @@ class Mounted:
         With *status*, asked for before, nothing comes before the signal.
         """
         status = status or self.status()
-        ending = [os.pidfd_open(pid) for pid in (status["relay_pid"], status["daemon_pid"])]
-        for process in ending:
+        relay, daemon = (os.pidfd_open(status[key]) for key in ("relay_pid", "daemon_pid"))
+        # Neither may see the other die: one would start another, the other end the mount in order.
+        signal.pidfd_send_signal(relay, signal.SIGSTOP)
+        for process in (daemon, relay):
             signal.pidfd_send_signal(process, signal.SIGKILL)
-        for process in ending:
             self.wait_exit(process)
         if clear:
             subprocess.run(["umount", "-l", str(self.point)], check=True)

@@ -257,9 +257,10 @@ WORKERS = 3
 
 @pytest.mark.parametrize("kills", [0, 3])
 def test_everything_at_random(make_mount: Callable[..., Mounted], kills: int) -> None:
-    """The Cache is too small for all blocks, and the daemon may be killed."""
-    mnt = make_mount(cache_buffer_capacity_gb=4 / 1024)
-    names = [f"b{number}" for number in range(9)]
+    """The Cache is too small for all blocks and what is held of them, and the daemon may be killed."""
+    # Each may hold three and write one: there is room for that, or they would wait for each other.
+    mnt = make_mount(cache_buffer_capacity_gb=10 / 1024)
+    names = [f"b{number}" for number in range(15)]
     # Shared with the processes: the number of turns of each, and whether to end.
     shared = mmap.mmap(-1, 4096)
     counts = memoryview(shared).cast("Q")

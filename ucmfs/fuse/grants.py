@@ -172,13 +172,15 @@ class Grants:
         self._over(grant.inode)
 
     async def sync(self) -> None:
-        """Hear all that the relay counted so far."""
+        """Hear all that the relay counted so far, and of every lease that was recalled."""
         if self._closed:
             return
         if self._synced is None:
             self._synced = trio.Event()
             self._sync()
         await self._synced.wait()
+        for grant in [grant for grant in self._grants.values() if grant.recalled]:
+            await grant.returned.wait()
 
     def synced(self) -> None:
         if self._synced is not None:
