@@ -230,7 +230,7 @@ class Forwarder:
     def _answer(self, reply: memoryview) -> None:
         """Pass one packet of the daemon on to the kernel, if it is a message."""
         if len(reply) < wire.OUT_HEADER.size:
-            self._complain(f"a packet of {len(reply)} bytes")
+            self.complain(f"a packet of {len(reply)} bytes")
             return
         length, error, unique = wire.OUT_HEADER.unpack_from(reply)
         if unique == wire.LEASES_UNIQUE:
@@ -245,12 +245,12 @@ class Forwarder:
             return
         self.replies += 1
         if length != len(reply):
-            self._complain(f"a reply of {len(reply)} bytes that says {length}")
+            self.complain(f"a reply of {len(reply)} bytes that says {length}")
             self._write(wire.error_reply(unique, errno.EIO), unique)
         elif error or self._amend(reply, request):
             self._write(reply, unique)
         else:
-            self._complain(f"a reply of {len(reply)} bytes to opcode {_opcode(request)}")
+            self.complain(f"a reply of {len(reply)} bytes to opcode {_opcode(request)}")
             self._write(wire.error_reply(unique, errno.EIO), unique)
         if _opcode(request) == wire.RELEASE:
             self.handles.discard(wire.RELEASE_IN.unpack_from(request, wire.IN_HEADER.size)[0] & wire.OUR_HALF)
@@ -261,7 +261,7 @@ class Forwarder:
 
     def _lease(self, message: memoryview, kind: int) -> None:
         if len(message) != wire.OUT_HEADER.size + wire.LEASE.size:
-            self._complain(f"{len(message)} bytes about a lease")
+            self.complain(f"{len(message)} bytes about a lease")
             return
         node, backing = wire.LEASE.unpack_from(message, wire.OUT_HEADER.size)
         if kind == wire.GRANT and 0 < backing < 1 << 31:
@@ -269,12 +269,12 @@ class Forwarder:
         elif kind == wire.RECALL:
             self._report(self.leases.recall(node))
         else:
-            self._complain(f"something unknown about a lease ({kind})")
+            self.complain(f"something unknown about a lease ({kind})")
 
     def _stray(self, unique: int, length: int, size: int) -> None:
         """A reply to no request: the second INIT's, which the kernel never sent, or nonsense."""
         if length != size or not self._init or unique != _unique(self._init):
-            self._complain(f"{size} bytes that answer nothing")
+            self.complain(f"{size} bytes that answer nothing")
 
     def _amend(self, reply: memoryview, request: bytes | memoryview) -> bool:
         """Say in *reply* what pyfuse3 cannot; False if it cannot be a reply to *request*."""
@@ -327,11 +327,11 @@ class Forwarder:
             # ENOENT: whoever asked was interrupted, and waits no more; for a notification, nothing is known of what it
             # is about. ENODEV: the mount is gone.
             if error.errno not in (errno.ENOENT, errno.ENODEV) and unique:
-                self._complain(f"a reply that the kernel refuses ({error.strerror})")
+                self.complain(f"a reply that the kernel refuses ({error.strerror})")
                 with contextlib.suppress(OSError):
                     os.write(self._fuse, wire.error_reply(unique, errno.EIO))
 
-    def _complain(self, what: str) -> None:
+    def complain(self, what: str) -> None:
         """To the log; not without end, for a daemon gone mad must not fill the disk."""
         self.complaints += 1
         if self.complaints <= MOST_COMPLAINTS:
@@ -543,9 +543,8 @@ class Supervisor:
             return False
         except OSError:
             return False
-        if not packet:
-            return False
-        kind, name = packet[0], packet[1:].decode(errors="replace")
+        kind = packet[0] if packet else None
+        name = packet[1:].decode(errors="replace")
         if kind == wire.KIND_READY and len(packet) == wire.READY.size:
             self._hang_timeout = max(0.0, wire.READY.unpack(packet)[1])
             self._ready_since = self._next_look = time.monotonic()
@@ -554,17 +553,17 @@ class Supervisor:
         elif kind == wire.KIND_SYNC:
             for report in [*self._forwarder.leases.news(), bytes([wire.KIND_SYNCED])]:
                 self._tell(report)
-        elif kind == wire.KIND_KEEP and fds and name not in ("", "fuse"):
+        elif kind == wire.KIND_KEEP and fds and name in wire.KEPT:
             self._drop(name)
             self._kept[name] = fds.pop()
             os.set_inheritable(self._kept[name], False)
-        elif kind == wire.KIND_DROP and name != "fuse":
+        elif kind == wire.KIND_DROP and name in wire.KEPT:
             self._drop(name)
-        else:
-            log("ERROR", f"the daemon said something unknown ({len(packet)} bytes of kind {kind})")
+        elif packet:
+            self._forwarder.complain(f"something unknown ({len(packet)} bytes of kind {kind})")
         for fd in fds:
             os.close(fd)
-        return True
+        return bool(packet)
 
     def _drop(self, name: str) -> None:
         fd = self._kept.pop(name, None)

@@ -62,8 +62,9 @@ READY = struct.Struct("<Bd")
 """From the daemon: it serves. Kind, and the seconds without an answer after which it hangs."""
 KIND_READY, KIND_PING, KIND_PONG, KIND_ENDED, KIND_KEEP, KIND_DROP, KIND_SYNC, KIND_SYNCED, KIND_REPORT = range(9)
 """PING, ENDED (the kernel ended the connection), SYNCED and REPORT (of leases) are from the relay, the others from the
-daemon. KEEP comes with a descriptor that the next daemon inherits, under the name that follows the kind; DROP closes
-it. SYNC asks for all that the daemon was not told of leases yet, and for SYNCED after it."""
+daemon. KEEP comes with a descriptor that the next daemon inherits, under the name that follows the kind (one of KEPT);
+DROP closes it. SYNC asks for all that the daemon was not told of leases yet, and for SYNCED after it."""
+KEPT = frozenset({"listener", "journal"})
 
 # Leases. GRANT and RECALL go between the daemon's replies, so that they keep their place among them.
 
