@@ -1,4 +1,4 @@
-"""The supervisor of the relay, with daemons that are all this test; real mounts are in tests/mount/test_supervisor.py."""
+"""The supervisor of the relay, with daemons that are all this test; tests/mount/test_supervisor.py has real mounts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.processes import has_exited, in_child, wait_for_exit
+from tests.processes import in_child, wait_for_exit
 from ucmfs.fuse import relay, wire
 
 DAEMON = """
