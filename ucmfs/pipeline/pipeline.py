@@ -605,6 +605,8 @@ class Pipeline:
     async def stats(self) -> dict[str, Any]:
         """The mapping that status, `.ucmfs/stats.json` and the metrics are made of."""
         cache, counters = self.cache, self.counters
+        # The kernel lets go of a file that it served by itself a moment after it told of the close.
+        cache.reclaim()
         stages: list[dict[str, Any]] = []
         for stage in (cache, *self.lower):
             row: dict[str, Any] = {"label": stage.label, "capacity": None, "used": None, "free": None, "blocks": None}
