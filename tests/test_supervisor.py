@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.processes import in_child, wait_for_exit
+from tests.processes import has_exited, in_child, wait_for_exit
 from ucmfs.fuse import relay, wire
 
 DAEMON = """
@@ -234,11 +234,49 @@ def test_garbage_on_the_side_channel(one: Relay) -> None:
     assert "Traceback" not in one.log.read_text()
 
 
+def test_a_daemon_that_takes_over_may_be_asked_to_end_before_it_serves(one: Relay) -> None:
+    first = one.daemon()
+    first.ready()
+    first.end()
+    second = one.daemon()
+    os.kill(one.pid, signal.SIGTERM)
+    second.sync()
+    assert not has_exited(second.pid, within=0.2)
+    second.side.send(wire.READY.pack(wire.KIND_READY, 0))
+    second.was_killed()  # it heeds no signal
+    third = one.daemon()
+    third.end(0)
+    assert one.wait() == 0
+
+
 def test_the_first_daemon_may_be_interrupted_before_it_serves(one: Relay) -> None:
     daemon = one.daemon()
     os.kill(one.pid, signal.SIGINT)
     daemon.was_killed()
     assert one.wait() == 128 + signal.SIGTERM
+
+
+def test_a_daemon_that_does_not_end_is_killed_once(make_relay: Any) -> None:
+    one = make_relay(SHUTDOWN=0)
+    daemon = one.daemon()
+    daemon.ready()
+    one.kernel.close()
+    daemon.was_killed()
+    assert one.wait() == 128 + signal.SIGKILL
+    assert one.log.read_text().count("does not end; it is killed") == 1
+
+
+def test_a_daemon_that_hangs_while_it_takes_over_is_replaced(make_relay: Any) -> None:
+    one = make_relay(START=0.2, REPORTS=0.1)
+    first = one.daemon()
+    first.ready()
+    first.end()
+    one.daemon().was_killed()
+    third = one.daemon()
+    third.ready()
+    third.end(0)
+    assert one.wait() == 0
+    assert one.log.read_text().count("does not serve after 0.2 s; it is killed") == 1
 
 
 def test_a_daemon_that_answers_nobody_who_waits_is_replaced(one: Relay) -> None:

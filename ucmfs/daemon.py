@@ -117,7 +117,7 @@ class _Mount:
             try:
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(self._serve_fuse, nursery.cancel_scope)
-                    nursery.start_soon(self._heed_signals)
+                    await nursery.start(self._heed_signals)
                     nursery.start_soon(self._link.listen, self._end, self._heard, self._synced)
                     nursery.start_soon(self._recall_idle)
                     await self._listen()
@@ -278,8 +278,9 @@ class _Mount:
         log.info("%s was unmounted", self._mount_point)
         self._close_socket()
 
-    async def _heed_signals(self) -> None:
+    async def _heed_signals(self, task_status: trio.TaskStatus[None]) -> None:
         with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+            task_status.started()
             async for number in signals:
                 log.info("%s: writing back and unmounting", signal.Signals(number).name)
                 answer = await self._unmount(protocol.Unmount(timeout=LAST_FLUSH, force=True))

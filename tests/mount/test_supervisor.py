@@ -107,6 +107,20 @@ def test_sigterm_to_the_relay_writes_back_and_unmounts(mnt: Mounted) -> None:
     assert (mnt.storage / "x").read_bytes() == b"data"
 
 
+def test_sigterm_to_the_relay_while_a_daemon_takes_over(mnt: Mounted) -> None:
+    mnt.expect("was ended by SIGKILL; starting another")
+    (mnt / "x").write_bytes(b"data")
+    status = mnt.status()
+    relay = os.pidfd_open(status["relay_pid"])
+    os.kill(status["daemon_pid"], signal.SIGKILL)
+    while status["daemon_pid"] in children(status["relay_pid"]):
+        pass
+    os.kill(status["relay_pid"], signal.SIGTERM)
+    mnt.wait_exit(relay)
+    assert not mnt.is_mounted
+    assert (mnt.storage / "x").read_bytes() == b"data"
+
+
 def test_an_unmount_while_there_is_no_daemon(mnt: Mounted) -> None:
     """The next daemon sees that the mount is gone, writes back and ends, and so does the relay."""
     mnt.expect("was ended by SIGKILL; starting another")

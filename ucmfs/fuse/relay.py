@@ -62,6 +62,8 @@ SPARE_AFTER = 1.0
 """Seconds that a daemon serves until another is started to stand by: most of a start is loading modules."""
 REPORTS = 1.0
 """Seconds between reports of leases."""
+START = 120.0
+"""Seconds that a daemon may take to take over from another."""
 SHUTDOWN = 120.0
 """Seconds that a daemon may take to end once the kernel ended the connection; it writes back what is dirty."""
 
@@ -362,6 +364,10 @@ class Supervisor:
         """A process that waits to become the daemon: pid, pidfd, and the socket that tells it what to serve."""
         self._side: socket.socket | None = None
         self._process = -1  # pidfd
+        self._killed = False
+        self._stopping = False
+        """Whether a signal asked for the end of the mount."""
+        self._started = 0.0
         self._ready_since = 0.0
         self._hang_timeout = 0.0
         self._next_look = 0.0
@@ -402,7 +408,9 @@ class Supervisor:
         """Start a daemon; give its pid, or None where the system refuses."""
         messages, theirs = _socketpair()
         self._side, side_theirs = _socketpair()
-        self._ready_since, self._next_look, self._asked_at = 0.0, time.monotonic() + REPORTS, None
+        self._started = time.monotonic()
+        self._ready_since, self._next_look, self._asked_at = 0.0, self._started + REPORTS, None
+        self._killed = False
         fds = {**self._kept, "messages": theirs.fileno(), "side": side_theirs.fileno()}
         if self._starts:
             known = os.memfd_create("known")
@@ -499,8 +507,8 @@ class Supervisor:
                 deadline = time.monotonic() + SHUTDOWN
                 self._tell(bytes([wire.KIND_ENDED]))
             if time.monotonic() > deadline:
-                log("ERROR", f"the mount is gone, but the daemon (pid {pid}) does not end; it is killed")
-                self._kill()
+                deadline = float("inf")
+                self._kill(f"the mount is gone, but the daemon (pid {pid}) does not end")
             elif time.monotonic() >= self._next_look:
                 self._look_after(pid)
         while self._hear():
@@ -508,7 +516,8 @@ class Supervisor:
         _, status = os.waitpid(pid, 0)
         self._forwarder.detach()
         self._side.close()
-        os.close(self._process)
+        process, self._process = self._process, -1
+        os.close(process)
         return os.waitstatus_to_exitcode(status)
 
     def _look_after(self, pid: int) -> None:
@@ -520,6 +529,9 @@ class Supervisor:
         timeout = self._hang_timeout
         self._next_look = now + (min(REPORTS, timeout / 2) if timeout else REPORTS)
         if not self._ready_since:
+            # The command that mounts has its own patience with the first.
+            if self._starts > 1 and now - self._started >= START:
+                self._kill(f"the daemon (pid {pid}) does not serve after {START:g} s")
             return
         for report in self._forwarder.leases.news():
             self._tell(report)
@@ -531,8 +543,7 @@ class Supervisor:
             self._asked_at = now
             self._tell(bytes([wire.KIND_PING]))
         elif now - self._asked_at >= timeout / 2 and self._forwarder.waits:
-            log("ERROR", f"the daemon (pid {pid}) answered nothing for {timeout:g} s; it is killed")
-            self._kill()
+            self._kill(f"the daemon (pid {pid}) answered nothing for {timeout:g} s")
 
     def _hear(self) -> bool:
         """One packet of the side channel, if there is one; False at its end."""
@@ -548,6 +559,8 @@ class Supervisor:
         if kind == wire.KIND_READY and len(packet) == wire.READY.size:
             self._hang_timeout = max(0.0, wire.READY.unpack(packet)[1])
             self._ready_since = self._next_look = time.monotonic()
+            if self._stopping:
+                self._stop()
         elif kind == wire.KIND_PONG:
             self._asked_at = None
         elif kind == wire.KIND_SYNC:
@@ -576,7 +589,12 @@ class Supervisor:
         with contextlib.suppress(OSError):  # there is nobody any more, or nobody who reads: either is seen elsewhere
             self._side.send(packet, socket.MSG_DONTWAIT)
 
-    def _kill(self) -> None:
+    def _kill(self, why: str) -> None:
+        """Once: one that hangs in the kernel dies when it comes out of it."""
+        if self._killed:
+            return
+        self._killed = True
+        log("ERROR", f"{why}; it is killed")
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._process, signal.SIGKILL)
 
@@ -585,7 +603,12 @@ class Supervisor:
             os.write(self._woken, b"\0")
 
     def _pass_signal(self, number: int, frame: object) -> None:
-        """The daemon writes back and ends the mount."""
+        """The daemon writes back and ends the mount; one that takes over does so once it serves."""
+        self._stopping = True
+        if self._ready_since or self._starts == 1:
+            self._stop()
+
+    def _stop(self) -> None:
         if self._process >= 0:
             with contextlib.suppress(OSError):
                 signal.pidfd_send_signal(self._process, signal.SIGTERM)
