@@ -331,7 +331,7 @@ def killed_daemon(make: MakeMount) -> str:
 
 
 def hanging_daemon(make: MakeMount) -> str:
-    mounted = make(daemon_hang_timeout=0.5)
+    mounted = make(daemon_hang_timeout=2)
     mounted.expect("it is killed", "starting another")
     os.kill(mounted.status()["daemon_pid"], signal.SIGSTOP)
     assert not (mounted / "block").exists()

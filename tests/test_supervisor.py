@@ -285,7 +285,7 @@ def test_a_daemon_that_answers_nobody_who_waits_is_replaced(one: Relay) -> None:
     request = one.ask(2)
     first.was_killed()
     second = one.daemon()
-    second.ready(0.2)
+    second.ready()
     assert second.messages.recv(100) == request
     second.side.send(bytes([wire.KIND_PONG]))
     second.sync()

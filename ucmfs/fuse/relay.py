@@ -373,6 +373,8 @@ class Supervisor:
         self._next_look = 0.0
         self._asked_at: float | None = None
         """When the daemon was asked whether it is there; None once it said so."""
+        self._waits_since: float | None = None
+        """When a look first found that requests wait; None where the last found none."""
 
     def run(self) -> int:
         """Until the mount is over; give the exit status."""
@@ -410,7 +412,7 @@ class Supervisor:
         self._side, side_theirs = _socketpair()
         self._started = time.monotonic()
         self._ready_since, self._next_look, self._asked_at = 0.0, self._started + REPORTS, None
-        self._killed = False
+        self._killed, self._waits_since = False, None
         fds = {**self._kept, "messages": theirs.fileno(), "side": side_theirs.fileno()}
         if self._starts:
             known = os.memfd_create("known")
@@ -539,10 +541,12 @@ class Supervisor:
             self._prepare_spare()
         if not timeout:
             return
+        # Who was stopped while nobody waited has time to answer the first who does.
+        self._waits_since = (self._waits_since or now) if self._forwarder.waits else None
         if self._asked_at is None:
             self._asked_at = now
             self._tell(bytes([wire.KIND_PING]))
-        elif now - self._asked_at >= timeout / 2 and self._forwarder.waits:
+        elif self._waits_since is not None and now - max(self._asked_at, self._waits_since) >= timeout / 2:
             self._kill(f"the daemon (pid {pid}) answered nothing for {timeout:g} s")
 
     def _hear(self) -> bool:
