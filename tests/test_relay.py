@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import queue
 import random
 import socket
 import threading
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 import pytest
 
 from ucmfs.fuse import relay, wire
+from ucmfs.fuse.leases import Leases
 
 MIB = 1 << 20
 
@@ -22,14 +24,18 @@ class Ends:
     def __init__(self) -> None:
         self.kernel, self.fuse = relay._socketpair()
         self.ended = threading.Event()
-        self.forwarder = relay.Forwarder(self.fuse.fileno(), ended=self.ended.set)
+        self.reports: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self.forwarder = relay.Forwarder(self.fuse.fileno(), self.ended.set, self.reports.put)
         self.forwarder.start()
         self.new_daemon()
         self.kernel.settimeout(20)
 
-    def new_daemon(self) -> None:
+    def new_daemon(self, *, buffer: int | None = None) -> None:
+        """Attach one, whose socket takes *buffer* bytes."""
         self.daemon, theirs = relay._socketpair()
         self.daemon.settimeout(20)
+        if buffer is not None:
+            theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer // 2)  # the kernel doubles it
         self.forwarder.attach(theirs)
 
     def kill_daemon(self) -> None:
@@ -42,6 +48,10 @@ class Ends:
         if reaches:
             assert self.daemon.recv(2 * MIB) == request
         return request
+
+    def told(self) -> list[wire.Reported]:
+        """What the daemon is told of leases next."""
+        return wire.unpack_report(self.reports.get(timeout=20))
 
     def reply(self, unique: int, body: bytes = b"", *, error: int = 0) -> bytes:
         """Send a reply of the daemon."""
@@ -141,12 +151,13 @@ def test_what_is_no_reply_fails_its_request_and_is_told(ends: Ends, capfd: pytes
     ends.daemon.send(wire.OUT_HEADER.pack(4000, 0, 4) + b"less")
     assert ends.kernel.recv(100) == wire.error_reply(4, errno.EIO)
     ends.daemon.send(b"tiny")
+    ends.daemon.send(b"")
     ends.reply(4, b"twice")
     ends.reply(1000, b"never asked")
     ends.ask(wire.GETATTR, 6)
     assert ends.answer(6, b"right") == wire.OUT_HEADER.pack(21, 0, 6) + b"right"
     lines = capfd.readouterr().err.splitlines()
-    assert len(lines) == 5
+    assert len(lines) == 6
     assert all(" ERROR ucmfs.relay: the daemon sent " in line for line in lines)
 
 
@@ -156,7 +167,7 @@ def test_random_replies(ends: Ends, capfd: pytest.CaptureFixture[str]) -> None:
     for unique in range(2, 6000, 2):
         opcode = chance.choice([wire.OPEN, wire.CREATE, wire.INIT, wire.GETATTR, wire.READ])
         ends.ask(opcode, unique, chance.randbytes(chance.choice([8, 16, 20, 64])))
-        packet = bytearray(chance.randbytes(chance.choice([1, 15, 16, 17, 32, 80, 160, 5000])))
+        packet = bytearray(chance.randbytes(chance.choice([0, 1, 15, 16, 17, 32, 80, 160, 5000])))
         if len(packet) >= 16 and chance.random() < 0.8:
             length = len(packet) if chance.random() < 0.7 else chance.getrandbits(32)
             wire.OUT_HEADER.pack_into(packet, 0, length, chance.choice([0, -2, 5]), unique)
@@ -230,6 +241,33 @@ def test_large_writes_are_asked_again_unharmed(ends: Ends) -> None:
     assert [ends.daemon.recv(2 * MIB) for _ in writes] == writes
 
 
+def test_a_daemon_that_dies_at_once_takes_nothing_with_it(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is dead before anything is handed over to it; what comes then is for the next one."""
+    hand_over = relay.Forwarder._hand_over
+
+    def late(self: relay.Forwarder, daemon: socket.socket) -> None:
+        self._threads[0].join()
+        hand_over(self, daemon)
+
+    ends.kill_daemon()
+    for turn in range(20):
+        forget = ends.ask(wire.FORGET, 4 * turn + 2, reaches=False)
+        request = ends.ask(wire.GETATTR, 4 * turn + 4, reaches=False)
+        while not ends.forwarder.waits:
+            pass
+        with monkeypatch.context() as patched:
+            patched.setattr(relay.Forwarder, "_hand_over", late)
+            ends.new_daemon()
+            ends.kill_daemon()
+        ends.new_daemon()
+        assert [ends.daemon.recv(1000), ends.daemon.recv(1000)] == [forget, request]
+        assert ends.answer(4 * turn + 4) == wire.OUT_HEADER.pack(16, 0, 4 * turn + 4)
+        ends.ask(wire.GETATTR, 1000)
+        ends.answer(1000)
+        ends.kill_daemon()
+    ends.new_daemon()
+
+
 def test_forgets_wait_for_the_next_daemon(ends: Ends) -> None:
     ends.kill_daemon()
     forget = ends.ask(wire.FORGET, 2, bytes(8), reaches=False)
@@ -242,6 +280,39 @@ def test_forgets_wait_for_the_next_daemon(ends: Ends) -> None:
     ends.kill_daemon()
     ends.new_daemon()
     ends.ask(wire.GETATTR, 6)  # comes first: the forget is not repeated
+
+
+SMALL = 425_984
+"""Bytes of a socket's buffer where nobody may have more, by default."""
+
+
+def test_no_more_is_asked_at_a_time_than_a_packet_takes(ends: Ends) -> None:
+    ends.kill_daemon()
+    ends.new_daemon(buffer=SMALL)
+    reply = bytearray(wire.INIT_OUT_SIZE)
+    wire.INIT_MAX_WRITE.pack_into(reply, 20, MIB)
+    wire.INIT_MAX_PAGES.pack_into(reply, 28, MIB // 4096)
+    ends.ask(wire.INIT, 2, wire.INIT_IN.pack(7, 40, 0, 0, 0))
+    got = ends.answer(2, bytes(reply))[16:]
+    (max_write,) = wire.INIT_MAX_WRITE.unpack_from(got, 20)
+    assert 128 << 10 <= max_write < SMALL
+    assert max_write == 4096 * wire.INIT_MAX_PAGES.unpack_from(got, 28)[0]
+    ends.ask(wire.WRITE, 4, bytes(max_write + 4096))
+    assert ends.answer(4) == wire.OUT_HEADER.pack(16, 0, 4)
+
+
+def test_what_fits_no_packet_fails_and_hinders_nobody(ends: Ends, capfd: pytest.CaptureFixture[str]) -> None:
+    before = ends.ask(wire.GETATTR, 2)
+    ends.ask(wire.WRITE, 4, bytes(MIB))
+    after = ends.ask(wire.GETATTR, 6)
+    ends.kill_daemon()
+    ends.new_daemon(buffer=SMALL)
+    assert ends.kernel.recv(100) == wire.error_reply(4, errno.EIO)
+    assert [ends.daemon.recv(1000), ends.daemon.recv(1000)] == [before, after]
+    ends.ask(wire.WRITE, 8, bytes(MIB), reaches=False)
+    assert ends.kernel.recv(100) == wire.error_reply(8, errno.EIO)
+    ends.ask(wire.GETATTR, 10)
+    assert capfd.readouterr().err.count("cannot be sent to the daemon (Message too long)") == 2
 
 
 def test_an_interrupt_goes_nowhere(ends: Ends) -> None:
@@ -263,6 +334,24 @@ def test_what_must_not_be_done_twice(ends: Ends) -> None:
     assert [wire.names_in(request) for request in once] == [(b"name",), (b"old", b"new")]
 
 
+@pytest.mark.parametrize(
+    ("opcode", "before", "names"),
+    [
+        (wire.MKNOD, 16, [b"name"]),
+        (wire.MKDIR, 8, [b"name"]),
+        (wire.UNLINK, 0, [b"na\xffme"]),
+        (wire.RMDIR, 0, [b"name"]),
+        (wire.RENAME, 8, [b"old", b"new"]),
+        (wire.RENAME2, 16, [b"old", b"new"]),
+        (wire.REMOVEXATTR, 0, [b"user.mine"]),
+    ],
+)
+def test_the_names_of_what_must_not_be_done_twice(opcode: int, before: int, names: list[bytes]) -> None:
+    assert opcode in wire.ONCE
+    header = wire.IN_HEADER.pack(0, opcode, 2, 1, 0, 0, 0, 0, 0)
+    assert wire.names_in(header + b"\1" * before + b"".join(name + b"\0" for name in names)) == tuple(names)
+
+
 def test_what_a_new_daemon_is_told() -> None:
     requests = [bytes(40), b"x" * 41]
     leases = [(64, 5, 1, True), (1 << 40, 0, 2, False)]
@@ -277,3 +366,99 @@ def test_init_keeps_pages_when_attributes_change(ends: Ends) -> None:
     flags = int.to_bytes(wire.INIT_AUTO_INVAL_DATA | 1, 4, "little")
     got = ends.answer(2, (bytes(12) + flags).ljust(wire.INIT_OUT_SIZE, b"\0"))[16:]
     assert int.from_bytes(got[12:16], "little") == wire.INIT_EXPLICIT_INVAL_DATA | 1
+
+
+# Leases
+
+
+def lease(ends: Ends, node: int, backing: int) -> None:
+    """Lease *node* to the relay, before the next reply."""
+    ends.daemon.send(wire.lease_message(wire.GRANT, node, backing))
+    ends.ask(wire.GETATTR, 1000)
+    ends.answer(1000)
+
+
+def opened(ends: Ends, unique: int, flags: int = os.O_RDONLY) -> int:
+    """Open node 1 under its lease; give the handle."""
+    ends.ask(wire.OPEN, unique, asked(flags), reaches=False)
+    got = ends.kernel.recv(1000)
+    assert wire.OUT_HEADER.unpack_from(got) == (len(got), 0, unique)
+    handle, how, backing = wire.OPEN_OUT.unpack(got[16:])
+    assert (how, backing) == (wire.FOPEN_PASSTHROUGH | wire.FOPEN_NOFLUSH, 7)
+    return int(handle)
+
+
+def close(ends: Ends, unique: int, handle: int) -> None:
+    ends.ask(wire.RELEASE, unique, wire.RELEASE_IN.pack(handle) + bytes(16), reaches=False)
+    assert ends.kernel.recv(1000) == wire.OUT_HEADER.pack(16, 0, unique)
+
+
+def test_a_leased_inode_is_opened_and_closed_here(ends: Ends) -> None:
+    lease(ends, 1, 7)
+    first, second = opened(ends, 2), opened(ends, 4, os.O_RDONLY | os.O_DIRECT)
+    close(ends, 6, second)
+    assert [wire.unpack_report(report) for report in ends.forwarder.leases.news()] == [[(1, 2, 1, False)]]
+    assert ends.forwarder.leases.news() == []
+    for unique, flags in ((8, os.O_RDWR), (10, os.O_WRONLY), (12, os.O_RDONLY | os.O_TRUNC)):
+        ends.ask(wire.OPEN, unique, asked(flags))  # the daemon's
+        ends.answer(unique, open_reply(unique))
+    ends.ask(wire.RELEASE, 14, wire.RELEASE_IN.pack(8) + bytes(16))
+    ends.answer(14)
+    close(ends, 16, first)
+    assert ends.forwarder.complaints == 0
+
+
+def test_a_lease_is_over_when_it_is_recalled_and_nothing_is_open(ends: Ends) -> None:
+    lease(ends, 1, 7)
+    handle = opened(ends, 2)
+    ends.daemon.send(wire.lease_message(wire.RECALL, 1))
+    assert ends.told() == [(1, 1, 1, True)]
+    ends.ask(wire.OPEN, 4, asked())  # the daemon's again
+    ends.answer(4, open_reply(4))
+    close(ends, 6, handle)
+    assert ends.told() == [(1, 0, 0, True)]
+    lease(ends, 1, 7)
+    close(ends, 8, opened(ends, 10))
+    ends.daemon.send(wire.lease_message(wire.RECALL, 1))
+    assert ends.told() == [(1, 1, 0, True)]
+    ends.daemon.send(wire.lease_message(wire.RECALL, 1))
+    assert ends.told() == [(1, 0, 0, True)]  # of none
+
+
+def test_leases_end_with_the_daemon_but_not_what_was_opened(ends: Ends) -> None:
+    lease(ends, 1, 7)
+    lease(ends, 2, 8)
+    handle = opened(ends, 2)
+    ends.kill_daemon()
+    assert sorted(ends.forwarder.leases.hand_over()) == [(1, 1, 1, True), (2, 0, 0, True)]
+    ends.new_daemon()
+    ends.ask(wire.OPEN, 4, asked())
+    ends.answer(4, open_reply(4))
+    close(ends, 6, handle)
+    assert ends.told() == [(1, 0, 0, True)]
+    assert ends.forwarder.leases.hand_over() == []
+
+
+def test_nonsense_about_leases(ends: Ends, capfd: pytest.CaptureFixture[str]) -> None:
+    header = wire.OUT_HEADER.pack
+    for packet in (
+        header(16, wire.GRANT, wire.LEASES_UNIQUE),
+        wire.lease_message(wire.GRANT, 1, 0),
+        wire.lease_message(wire.GRANT, 1, 1 << 31),
+        wire.lease_message(-5, 1, 7),
+        wire.lease_message(wire.GRANT, 1, 7) + b"more",
+    ):
+        ends.daemon.send(packet)
+    ends.ask(wire.OPEN, 2, asked())
+    ends.answer(2, open_reply(2))
+    assert ends.forwarder.complaints == len(capfd.readouterr().err.splitlines()) == 5
+
+
+def test_reports_are_of_bounded_length() -> None:
+    leases = Leases()
+    for node in range(2 * wire.MOST_REPORTED + 1):
+        leases.grant(node, 7)
+        leases.open(node, os.O_RDONLY)
+    reports = [wire.unpack_report(report) for report in leases.news()]
+    assert [len(report) for report in reports] == [wire.MOST_REPORTED, wire.MOST_REPORTED, 1]
+    assert [row for report in reports for row in report] == [(node, 1, 1, False) for node in range(401)]

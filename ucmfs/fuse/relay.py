@@ -42,8 +42,10 @@ from ucmfs.fuse.leases import Leases
 
 __all__ = ["RESTART", "Forwarder", "Supervisor", "device_at"]
 
-BUFFER = (1 << 20) + (1 << 16)
+MOST_DATA = 1 << 20
+BUFFER = MOST_DATA + (1 << 16)
 """Bytes of the largest message: 1 MiB of data and its headers."""
+PAGE = 4096
 COPIED = 1 << 16
 """Bytes up to which an unanswered request is kept as a copy; of a larger one the buffer itself is kept."""
 SPARE_BUFFERS = 4
@@ -69,6 +71,8 @@ SHUTDOWN = 120.0
 
 _NOT_STARTED = 127
 _SO_SNDBUFFORCE = 32
+_PACKET_OVERHEAD = 32
+"""Bytes of a socket's buffer that no packet may have."""
 _MNT_DETACH, _UMOUNT_NOFOLLOW = 2, 8
 
 
@@ -100,7 +104,10 @@ class Forwarder:
         self.leases = Leases()
         self._lock = threading.Lock()
         self._daemon: socket.socket | None = None
-        self._answering: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
+        """Of the daemon that is attached."""
+        self._packet = 0
+        """Bytes that a packet to the daemon may have."""
         self._init = b""
         self._pending: dict[int, bytes | memoryview] = {}
         """Requests without a reply, by unique, in the order they came."""
@@ -131,26 +138,44 @@ class Forwarder:
 
     def attach(self, daemon: socket.socket) -> None:
         """Send all that is unanswered to *daemon*, and what comes from now on; pass on its replies."""
-        self._answering = threading.Thread(target=self._replies, args=(daemon,), daemon=True)
-        self._answering.start()
-        # Not here: a daemon that reads nothing must not stop who watches it.
-        threading.Thread(target=self._hand_over, args=(daemon,), daemon=True).start()
+        self._packet = daemon.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) - _PACKET_OVERHEAD
+        # Handed over in a thread: a daemon that reads nothing must not stop who watches it.
+        self._threads = [
+            threading.Thread(target=call, args=(daemon,), daemon=True) for call in (self._replies, self._hand_over)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def _hand_over(self, daemon: socket.socket) -> None:
-        with self._lock, contextlib.suppress(OSError):
+        with self._lock:
             self._daemon = daemon
             if self._init and _unique(self._init) not in self._pending:
-                daemon.send(self._init)
-            while self._unsent:
-                daemon.send(self._unsent.popleft())
-            for request in list(self._pending.values()):
-                daemon.send(request)
+                self._send(self._init)
+            unsent, self._unsent = self._unsent, deque(maxlen=UNSENT)
+            for request in [*unsent, *self._pending.values()]:
+                self._send(request)
+
+    def _send(self, request: bytes | memoryview) -> None:
+        """To the daemon, with the lock. One that no daemon can be sent fails."""
+        if self._daemon is not None:
+            try:
+                self._daemon.send(request)
+                return
+            except OSError as error:
+                # Else it is dead: whoever comes next is asked.
+                if error.errno in (errno.EMSGSIZE, errno.ENOBUFS, errno.ENOMEM):
+                    log("ERROR", f"a request of {len(request)} bytes cannot be sent to the daemon ({error.strerror})")
+                    if self._pending.pop(_unique(request), None) is not None:
+                        self._write(wire.error_reply(_unique(request), errno.EIO), _unique(request))
+                    return
+        if _opcode(request) in wire.UNANSWERED:
+            self._unsent.append(bytes(request))
 
     def detach(self) -> None:
         """The daemon is dead: pass on what it answered, then forget it."""
-        assert self._answering is not None
         # Its end is closed: the last packet is followed by an end of file, and who is sending to it gets an error.
-        self._answering.join()
+        for thread in self._threads:
+            thread.join()
         with self._lock:
             if self._daemon is not None:
                 self._daemon.close()
@@ -177,12 +202,7 @@ class Forwarder:
                     else:
                         self._pending[unique] = view
                         buffer = self._spare.pop() if self._spare else bytearray(BUFFER)
-                elif self._daemon is None:
-                    self._unsent.append(bytes(view))
-                if self._daemon is not None:
-                    # Without anybody there: whoever comes next is asked.
-                    with contextlib.suppress(OSError):
-                        self._daemon.send(view)
+                self._send(view)
         self.ended = True
         self._on_end()
 
@@ -226,8 +246,11 @@ class Forwarder:
             except OSError:
                 return
             if size == 0:
-                return
-            self._answer(view[:size])
+                if _is_closed(daemon):
+                    return
+                self.complain("an empty packet")
+            else:
+                self._answer(view[:size])
 
     def _answer(self, reply: memoryview) -> None:
         """Pass one packet of the daemon on to the kernel, if it is a message."""
@@ -256,7 +279,7 @@ class Forwarder:
             self._write(wire.error_reply(unique, errno.EIO), unique)
         if _opcode(request) == wire.RELEASE:
             self.handles.discard(wire.RELEASE_IN.unpack_from(request, wire.IN_HEADER.size)[0] & wire.OUR_HALF)
-        del self._pending[unique]
+        self._pending.pop(unique, None)
         if isinstance(request, memoryview) and len(self._spare) < SPARE_BUFFERS:
             assert isinstance(request.obj, bytearray)
             self._spare.append(request.obj)
@@ -319,6 +342,12 @@ class Forwarder:
             flags |= wire.INIT_EXT
             flags2 |= wire.INIT_PASSTHROUGH2
             wire.INIT_FLAGS.pack_into(reply, start + wire.INIT_STACK_DEPTH, 1)
+        largest = (self._packet - (BUFFER - MOST_DATA)) // PAGE
+        if largest < MOST_DATA // PAGE:
+            (max_write,) = wire.INIT_MAX_WRITE.unpack_from(reply, start + 20)
+            (max_pages,) = wire.INIT_MAX_PAGES.unpack_from(reply, start + 28)
+            wire.INIT_MAX_WRITE.pack_into(reply, start + 20, min(max_write, largest * PAGE))
+            wire.INIT_MAX_PAGES.pack_into(reply, start + 28, min(max_pages, largest))
         wire.INIT_FLAGS.pack_into(reply, start + 12, flags)
         wire.INIT_FLAGS.pack_into(reply, start + wire.INIT_FLAGS2, flags2)
 
@@ -338,6 +367,13 @@ class Forwarder:
         self.complaints += 1
         if self.complaints <= MOST_COMPLAINTS:
             log("ERROR", f"the daemon sent {what}")
+
+
+def _is_closed(end: socket.socket) -> bool:
+    """Whether there is nobody at the other end."""
+    poll = select.poll()
+    poll.register(end, 0)
+    return bool(poll.poll(0))
 
 
 def _opcode(request: bytes | memoryview) -> int:

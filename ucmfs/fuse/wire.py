@@ -34,6 +34,10 @@ INIT_OUT_SIZE = 64
 INIT_FLAGS = struct.Struct("<I")
 """At offset 12 of fuse_init_out; flags2 is at 32, max_stack_depth at 36."""
 INIT_FLAGS2, INIT_STACK_DEPTH = 32, 36
+INIT_MAX_WRITE = struct.Struct("<I")
+"""At offset 20: the most bytes of a WRITE."""
+INIT_MAX_PAGES = struct.Struct("<H")
+"""At offset 28: the most pages of 4 KiB of a request."""
 INIT_EXT = 1 << 30
 INIT_AUTO_INVAL_DATA, INIT_EXPLICIT_INVAL_DATA = 1 << 12, 1 << 25
 INIT_PASSTHROUGH2 = 1 << (37 - 32)
