@@ -1,75 +1,101 @@
-"""Makes the mounts that scripts/bench measures, and takes them away again."""
+"""Mounts for the bench scripts, in temporary places. All of it is taken away again, whatever ends the script."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
 
 import yaml
-from rich.console import Console
 
-from ucmfs import bench
+from ucmfs import mounting
+
+__all__ = ["Places", "Ucmfs", "end_on_signals", "places", "ucmfs", "unmount"]
 
 UCMFS = Path(sys.executable).with_name("ucmfs")
 
 
+def end_on_signals() -> None:
+    """Let ^C and SIGTERM end the script as an error does, but quietly; what comes while it cleans up is ignored."""
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+    def end(number: int, frame: FrameType | None) -> NoReturn:
+        for each in signals:
+            signal.signal(each, signal.SIG_IGN)
+        sys.exit(128 + number)
+
+    for each in signals:
+        signal.signal(each, end)
+
+
+@dataclass(frozen=True)
+class Places:
+    disk: Path
+    """For storage: a directory of the temporary directory (TMPDIR)."""
+    memory: Path
+    """For caches: a directory of /dev/shm."""
+
+
 @contextlib.contextmanager
-def mounted(root: Path, label: str, **keys: object) -> Iterator[Path]:
-    """A mount of Cache|Posix below *root* with a Cache of 1 GiB."""
-    place = root / label
-    point, storage = place / "mnt", place / "posix"
-    for directory in (point, storage):
-        directory.mkdir(parents=True)
-    config = place / "config.yaml"
-    config.write_text(
-        yaml.safe_dump(
-            {
-                "store_pipeline": "Cache|Posix",
-                "cache_buffer_capacity_gb": 1.0,
-                "storage_backends": str(storage),
-                "log_file": str(place / "log"),
-                # Figures are of the Cache; write-back in the middle of one would measure the disk.
-                "write_back_interval": 3600.0,
-                "write_back_batch_size": 1_000_000,
-                **keys,
-            }
-        )
-    )
-    subprocess.run([UCMFS, "mount", config, point], check=True)
-    try:
-        yield point
-    finally:
-        subprocess.run([UCMFS, "umount", point, "--force"], check=True)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--rounds", type=int, default=3)
-    arguments = parser.parse_args()
-    progress = Console(stderr=True)
+def places() -> Iterator[Places]:
     with (
         tempfile.TemporaryDirectory(prefix="ucmfs-bench.") as disk,
         tempfile.TemporaryDirectory(prefix="ucmfs-bench.", dir="/dev/shm") as memory,
-        mounted(Path(disk), "passthrough") as by_kernel,
-        mounted(Path(disk), "daemon", passthrough=False) as by_daemon,
     ):
-        result = bench.measure(
-            {"tmpfs": Path(memory), "passthrough": by_kernel, "without": by_daemon},
-            rounds=arguments.rounds,
-            progress=lambda text: progress.print(text),
-        )
-    if arguments.json:
-        print(json.dumps(result, indent=2))
-    else:
-        Console(width=None if sys.stdout.isatty() else 100).print(bench.table(result))
+        yield Places(Path(disk), Path(memory))
 
 
-if __name__ == "__main__":
-    main()
+@dataclass(frozen=True)
+class Ucmfs:
+    """A mount of Cache|Posix."""
+
+    point: Path
+    storage: Path
+
+    def status(self) -> dict[str, Any]:
+        """What `ucmfs status --json` shows. Waits for the next daemon where there is none."""
+        status: dict[str, Any] = json.loads((self.point / ".ucmfs/stats.json").read_text())
+        return status
+
+
+@contextlib.contextmanager
+def ucmfs(places: Places, label: str, **keys: object) -> Iterator[Ucmfs]:
+    """A mount with a Cache of 1 GiB unless *keys* of the configuration say otherwise."""
+    place = places.disk / label
+    mount = Ucmfs(place / "mnt", place / "posix")
+    for directory in (mount.point, mount.storage):
+        directory.mkdir(parents=True)
+    config = place / "config.yaml"
+    defaults = {
+        "store_pipeline": "Cache|Posix",
+        "cache_buffer_capacity_gb": 1.0,
+        "cache_dir": str(places.memory / label),
+        "storage_backends": str(mount.storage),
+        "log_file": str(place / "log"),
+    }
+    config.write_text(yaml.safe_dump(defaults | keys))
+    try:
+        # In a session of its own ^C does not reach it: what it began is ended below.
+        subprocess.run([UCMFS, "mount", config, mount.point], check=True, start_new_session=True)
+        yield mount
+    finally:
+        if mounting.find_mount(mount.point):
+            ended = subprocess.run([UCMFS, "umount", mount.point, "--force"], check=False)
+            if ended.returncode:
+                unmount(mount.point)
+
+
+def unmount(point: Path) -> None:
+    """Take the mount at *point* away, if there is one, also where it is busy or dead."""
+    if mounting.find_mount(point):
+        plain = subprocess.run(["fusermount3", "-u", point], stderr=subprocess.DEVNULL, check=False)
+        if plain.returncode:
+            subprocess.run(["fusermount3", "-u", "-z", point], check=True)
