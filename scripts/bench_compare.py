@@ -10,17 +10,16 @@ import contextlib
 import json
 import sys
 from collections.abc import Callable
-from pathlib import Path
+from typing import Any
 
 import bench_measures as measures
 import bench_peers as peers
 import bench_relay_memory
 import bench_restart
-from bench_mounts import Places, end_on_signals, places, ucmfs
+from bench_mounts import Places, session, ucmfs
 from rich.console import Console
 
 from ucmfs import bench
-from ucmfs.errors import UcmfsError
 
 IN_MEMORY = {
     # Figures are of the Cache; write-back in the middle of one would measure the disk.
@@ -39,23 +38,38 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.rounds < 1:
         parser.error("--rounds: at least 1")
-    end_on_signals()
-    notes = Console(stderr=True)
-    with notes.status("mounting") as status, places() as place:
-        try:
-            result = _compare(place, arguments, status.update)
-            if arguments.long:
-                result["restart"] = bench_restart.run(place, progress=status.update)
-                result["relay_memory"] = bench_relay_memory.run(place, progress=status.update)
-        except UcmfsError as error:
-            sys.exit(f"bench: {error}")
+    with session("bench") as (place, progress):
+        result = _compare(place, arguments, progress)
+        if arguments.long:
+            result["restart"] = bench_restart.run(place, progress=progress)
+            result["relay_memory"] = bench_relay_memory.run(place, progress=progress)
     judged = measures.judge(result)
     if arguments.json:
         print(json.dumps(result | {"measures": measures.as_json(judged)}, indent=2))
     else:
         shown = Console(width=None if sys.stdout.isatty() else 110)
         shown.print(bench.table(result))
+        if result["data_path_reason"]:
+            shown.print(f"ucmfs is without passthrough here: {result['data_path_reason']}", highlight=False)
         shown.print(measures.table(judged))
+
+
+def _compare(place: Places, arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[str, Any]:
+    with contextlib.ExitStack() as stack:
+        mount = stack.enter_context(ucmfs(place, "passthrough", **IN_MEMORY))
+        without = stack.enter_context(ucmfs(place, "without", passthrough=False, **IN_MEMORY))
+        systems = {measures.TMPFS: place.memory, measures.UCMFS: mount.point, measures.WITHOUT: without.point}
+        settle = {}
+        if arguments.peers:
+            progress("installing rclone and JuiceFS")
+            peers.install()
+            systems[measures.PYFUSE3] = stack.enter_context(peers.pyfuse3(place).mounted()).point
+            for label, make in (measures.JUICEFS, peers.juicefs), (measures.RCLONE, peers.rclone):
+                peer = stack.enter_context(make(place).mounted())
+                systems[label], settle[label] = peer.point, peer.settle
+        result = bench.measure(systems, settle=settle, rounds=arguments.rounds, only=arguments.only, progress=progress)
+        status = mount.status()
+        return result | {"data_path": status["data_path"], "data_path_reason": status["data_path_reason"]}
 
 
 if __name__ == "__main__":

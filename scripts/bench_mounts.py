@@ -8,32 +8,22 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
 import yaml
+from rich.console import Console
 
 from ucmfs import mounting
+from ucmfs.errors import MountError, UcmfsError
 
-__all__ = ["Places", "Ucmfs", "end_on_signals", "places", "ucmfs", "unmount"]
+__all__ = ["Places", "Ucmfs", "ignore_signals", "session", "ucmfs", "unmount"]
 
 UCMFS = Path(sys.executable).with_name("ucmfs")
-
-
-def end_on_signals() -> None:
-    """Let ^C and SIGTERM end the script as an error does, but quietly; what comes while it cleans up is ignored."""
-    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-    def end(number: int, frame: FrameType | None) -> NoReturn:
-        for each in signals:
-            signal.signal(each, signal.SIG_IGN)
-        sys.exit(128 + number)
-
-    for each in signals:
-        signal.signal(each, end)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True)
@@ -45,12 +35,38 @@ class Places:
 
 
 @contextlib.contextmanager
-def places() -> Iterator[Places]:
-    with (
-        tempfile.TemporaryDirectory(prefix="ucmfs-bench.") as disk,
-        tempfile.TemporaryDirectory(prefix="ucmfs-bench.", dir="/dev/shm") as memory,
-    ):
-        yield Places(Path(disk), Path(memory))
+def session(script: str) -> Iterator[tuple[Places, Callable[[str], None]]]:
+    """Places for one run of *script*, and what shows on a terminal what goes on.
+
+    An error of the project ends the script with its message and status 1, ^C and SIGTERM end it quietly.
+    """
+    _end_on_signals()
+    try:
+        with (
+            Console(stderr=True).status("mounting") as status,
+            tempfile.TemporaryDirectory(prefix="ucmfs-bench.") as disk,
+            tempfile.TemporaryDirectory(prefix="ucmfs-bench.", dir="/dev/shm") as memory,
+        ):
+            yield Places(Path(disk), Path(memory)), status.update
+    except UcmfsError as error:
+        sys.exit(f"{script}: {error}")
+
+
+def _end_on_signals() -> None:
+    """Let a signal that ends the script do it as an error would; what comes while that cleans up is ignored."""
+
+    def end(number: int, frame: FrameType | None) -> NoReturn:
+        ignore_signals()
+        sys.exit(128 + number)
+
+    for each in SIGNALS:
+        signal.signal(each, end)
+
+
+def ignore_signals() -> None:
+    """For processes whose parent ends them."""
+    for each in SIGNALS:
+        signal.signal(each, signal.SIG_IGN)
 
 
 @dataclass(frozen=True)
@@ -68,7 +84,7 @@ class Ucmfs:
 
 @contextlib.contextmanager
 def ucmfs(places: Places, label: str, **keys: object) -> Iterator[Ucmfs]:
-    """A mount with a Cache of 1 GiB unless *keys* of the configuration say otherwise."""
+    """A mount with a Cache of 1 GiB, unless *keys* of the configuration say otherwise. Raises MountError."""
     place = places.disk / label
     mount = Ucmfs(place / "mnt", place / "posix")
     for directory in (mount.point, mount.storage):
@@ -84,7 +100,9 @@ def ucmfs(places: Places, label: str, **keys: object) -> Iterator[Ucmfs]:
     config.write_text(yaml.safe_dump(defaults | keys))
     try:
         # In a session of its own ^C does not reach it: what it began is ended below.
-        subprocess.run([UCMFS, "mount", config, mount.point], check=True, start_new_session=True)
+        done = subprocess.run([UCMFS, "mount", config, mount.point], check=False, start_new_session=True)
+        if done.returncode:
+            raise MountError("ucmfs mount failed; the reason is above")
         yield mount
     finally:
         if mounting.find_mount(mount.point):

