@@ -83,7 +83,7 @@ def measure(
     chosen = _chosen(only)
     cases = [case for case in _cases(sizes, threads, listed) if any(key and chosen(key) for key in case.keys)]
     if not cases:
-        raise ConfigError(f"no figure has {only} in its name", path="only")
+        raise ConfigError(f"no figure has {only} in its name", path="--only")
     labels = list(systems)
     samples: dict[str, dict[str, list[float]]] = {label: {} for label in labels}
     with contextlib.ExitStack() as stack:
@@ -160,7 +160,7 @@ def _chosen(only: str | None) -> Callable[[str], bool]:
     try:
         pattern = re.compile(only or "")
     except re.error as error:
-        raise ConfigError(f"{only} is no regular expression: {error}", path="only") from error
+        raise ConfigError(f"{only} is no regular expression: {error}", path="--only") from error
     return lambda key: pattern.search(key) is not None
 
 

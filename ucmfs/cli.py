@@ -267,18 +267,21 @@ def bench(
     rounds: Annotated[int, typer.Option(min=1, help="Rounds; medians of them are shown.")] = 3,
     size: Annotated[list[int] | None, typer.Option(min=1, help="Bytes of the files; may be given again.")] = None,
     listed: Annotated[int, typer.Option(min=1, help="Names in the directory that is listed.")] = 10_000,
+    only: Annotated[str | None, typer.Option(metavar="REGEX", help="Only figures that have it in their names.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure reads, writes and latencies of the mount beside a tmpfs; needs 128 MiB of room in its first stage."""
     from ucmfs import bench as measuring  # here, for secrets and statistics cost every other command time
 
-    result = measuring.measure(
-        {str(beside): beside, str(mount_point): Path(mount_point)},
-        sizes=size or measuring.SIZES,
-        rounds=rounds,
-        listed=listed,
-        progress=lambda text: None if as_json else Console(stderr=True).print(text),
-    )
+    with Console(stderr=True).status("preparing") as status:
+        result = measuring.measure(
+            {str(beside): beside, str(mount_point): Path(mount_point)},
+            sizes=size or measuring.SIZES,
+            rounds=rounds,
+            listed=listed,
+            only=only,
+            progress=status.update,
+        )
     if as_json:
         typer.echo(json.dumps(result, indent=2))
     else:
