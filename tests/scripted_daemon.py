@@ -5,6 +5,7 @@ What a script sees goes into `facts`, beside the mount point, for the test to re
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -18,7 +19,7 @@ from pathlib import Path
 import pyfuse3
 import trio
 
-from ucmfs.errors import ConfigError, MountError, StageFull
+from ucmfs.errors import ConfigError, MountError, StageFull, sole_error
 from ucmfs.fuse.link import Link
 from ucmfs.launch import Launch, serve
 
@@ -54,10 +55,18 @@ def empty(launch: Launch, link: Link, ready: Ready) -> None:
     log.info("a line")
     os.write(2, b"words of a library\n")
 
+    async def serve() -> None:
+        # The relay ends it with the socket.
+        with contextlib.suppress(OSError):
+            try:
+                await pyfuse3.main()
+            except BaseExceptionGroup as group:
+                raise sole_error(group) from None
+
     async def main() -> None:
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(link.listen, lambda gone: pyfuse3.terminate())
-            nursery.start_soon(pyfuse3.main)
+            nursery.start_soon(link.listen, lambda gone: None)
+            nursery.start_soon(serve)
             link.ready(10)
             ready()
 

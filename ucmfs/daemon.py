@@ -44,6 +44,8 @@ log = logging.getLogger("ucmfs.daemon")  # also where this module is run
 MIN_TASKS = 10
 READ_AHEAD_KB = 1024
 """As large as one request."""
+LAST_REQUESTS = 5.0
+"""Seconds for what the kernel asked before it ended the connection."""
 LAST_FLUSH = 30.0
 """Seconds that the end of a mount waits for dirty blocks; what is left is found by the next mount."""
 _BACKLOG = 128
@@ -104,6 +106,7 @@ class _Mount:
         self._no_passthrough = (
             why_no_passthrough() if self._pipeline.options.passthrough else "passthrough is switched off"
         )
+        self._fuse_scope = trio.CancelScope()
         self._answered = trio.Event()
         self._answered.set()
 
@@ -176,9 +179,10 @@ class _Mount:
 
     async def _serve_fuse(self, scope: trio.CancelScope) -> None:
         try:
-            await pyfuse3.main(min_tasks=MIN_TASKS)
+            with self._fuse_scope:
+                await pyfuse3.main(min_tasks=MIN_TASKS)
         except* OSError:
-            # Its socket is closed: the relay is gone, which listen() tells.
+            # The end of its socket, behind the last request: the mount is over, or the relay is gone.
             pass
         finally:
             with trio.move_on_after(1) as grace:
@@ -193,7 +197,8 @@ class _Mount:
             mounts.take_away(self._mount_point, self._link.device)
         if self._grants is not None:
             self._grants.close()
-        pyfuse3.terminate()
+        # What was asked before the end is done first.
+        self._fuse_scope.deadline = trio.current_time() + (0 if relay_gone else LAST_REQUESTS)
 
     def _heard(self, report: list[wire.Reported]) -> None:
         if self._grants is not None:

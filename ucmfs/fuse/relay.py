@@ -203,6 +203,11 @@ class Forwarder:
                         self._pending[unique] = view
                         buffer = self._spare.pop() if self._spare else bytearray(BUFFER)
                 self._send(view)
+        with self._lock:
+            if self._daemon is not None:
+                # After all that came before: a close may be among it, which publishes a block.
+                with contextlib.suppress(OSError):
+                    self._daemon.shutdown(socket.SHUT_WR)
         self.ended = True
         self._on_end()
 
