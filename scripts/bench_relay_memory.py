@@ -33,22 +33,22 @@ def run(
 
     Growth is from the first look, after EVERY requests, to the most that was seen.
     """
-    seen: list[float] = []
+    seen: list[tuple[int, float]] = []
     with ucmfs(places, "relay") as mount, ThreadPoolExecutor(THREADS) as executor:
         relay = mount.status()["relay_pid"]
         sent = 0
         while sent < requests:
+            progress(f"{sent:,} of {requests:,} requests, the relay has {_resident(relay):.1f} MiB")
             sent += sum(executor.map(partial(_send, mount.point, sent), range(THREADS)))
             if sent >= EVERY * (len(seen) + 1) or sent >= requests:
-                seen.append(_resident(relay))
-                progress(f"{sent:,} requests, {seen[-1]:.1f} MiB")
+                seen.append((sent, _resident(relay)))
+    memory = [mib for _, mib in seen]
     return {
         "requests": sent,
-        "every": EVERY,
-        "mib": seen,
-        "least_mib": min(seen),
-        "most_mib": max(seen),
-        "growth_mib": max(seen) - seen[0],
+        "seen": [{"requests": sent, "mib": mib} for sent, mib in seen],
+        "least_mib": min(memory),
+        "most_mib": max(memory),
+        "growth_mib": max(memory) - memory[0],
     }
 
 
@@ -84,10 +84,12 @@ def main() -> None:
     if arguments.requests < 1:
         parser.error("requests: at least 1")
     with session("bench_relay_memory") as (place, progress):
-        result = run(place, requests=arguments.requests, progress=progress if arguments.json else print)
+        result = run(place, requests=arguments.requests, progress=progress)
     if arguments.json:
         print(json.dumps(result, indent=2))
     else:
+        for look in result["seen"]:
+            print("{requests:>12,} requests  {mib:5.1f} MiB".format(**look))
         print("least {least_mib:.1f} MiB, most {most_mib:.1f} MiB, growth {growth_mib:.1f} MiB".format(**result))
 
 

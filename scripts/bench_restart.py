@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import xxhash
-from bench_mounts import Places, Ucmfs, ignore_signals, session, ucmfs
+from bench_mounts import Places, Ucmfs, session, ucmfs
 
 __all__ = ["run"]
 
@@ -44,6 +44,8 @@ KEPT = 8
 """Files that a reader keeps open; each is read again when so many were opened after it."""
 HANG = 60.0
 """Seconds after which a call that has not come back never will."""
+STEP = 0.1
+"""Seconds between looks at the clock."""
 SHOWN = 10
 """Errors of each process that are shown."""
 
@@ -76,7 +78,10 @@ class Blocks:
 
 
 class Versions:
-    """Which versions of the blocks are begun and which are complete, in memory that the processes share."""
+    """Which versions of the blocks are begun and which are complete, in memory that the processes share.
+
+    Each block has one writer.
+    """
 
     def __init__(self, path: Path, names: Sequence[str]) -> None:
         self._place = {name: 1 + 2 * number for number, name in enumerate(names)}
@@ -245,12 +250,12 @@ def run(
     at_the_end = Tally()
     restarts = 0
     with ucmfs(places, "restart", cache_buffer_capacity_gb=0.25) as mount, _ended_if_it_hangs(mount, seconds + HANG):
-        progress(f"writing {len(names)} blocks")
         for kind, own in kinds.items():
             for name in own:
+                progress(f"writing {name}")
                 write(mount.point, kind[0], name, blocks, versions, Tally())
         work = Work(mount.point, places.memory / "versions", names, time.monotonic() + seconds)
-        with ProcessPoolExecutor(readers + writers, multiprocessing.get_context("fork"), ignore_signals) as executor:
+        with ProcessPoolExecutor(readers + writers, multiprocessing.get_context("fork")) as executor:
             try:
                 tasks = [executor.submit(read_blocks, work, seed) for seed in range(readers)]
                 tasks += [executor.submit(write_blocks, work, kind[0], own) for kind, own in kinds.items()]
@@ -293,14 +298,16 @@ def _ended_if_it_hangs(mount: Ucmfs, seconds: float) -> Iterator[None]:
 def _kill(
     mount: Ucmfs, tasks: Sequence[Future[Tally]], until: float, every: float, progress: Callable[[str], None]
 ) -> int:
-    """Wait for *tasks* and kill the daemon every so many seconds *until* then; give how often."""
+    """Wait for *tasks*, and *until* then kill the daemon *every* so many seconds, if that is not 0; give how often."""
     kills = 0
-    while wait(tasks, timeout=every or None).not_done:
-        left = until - time.monotonic()
-        if left > 0:
+    next_kill = time.monotonic() + every
+    while wait(tasks, timeout=STEP).not_done:
+        now = time.monotonic()
+        progress(f"{kills} daemons killed, {max(0.0, until - now):.0f} s to go")
+        if every and next_kill <= now < until:
             os.kill(mount.status()["daemon_pid"], signal.SIGKILL)
             kills += 1
-            progress(f"{kills} daemons killed, {left:.0f} s to go")
+            next_kill += every
     return kills
 
 
