@@ -100,9 +100,14 @@ def ucmfs(places: Places, label: str, **keys: object) -> Iterator[Ucmfs]:
     finally:
         if mounting.find_mount(mount.point) and not run(UCMFS, "umount", mount.point, "--force"):
             unmount(mount.point)
+        # The cache's own tmpfs stays, for the next mount.
+        unmount(places.memory / label)
 
 
 def unmount(point: Path) -> None:
     """Take the mount at *point* away, if there is one, also where it is dead."""
-    if mounting.find_mount(point) and not run("fusermount3", "-u", point):
+    found = mounting.find_mount(point)
+    if found is not None and found.kind == "tmpfs":
+        run("umount", point)
+    elif found is not None and not run("fusermount3", "-u", point):
         run("fusermount3", "-u", "-z", point)

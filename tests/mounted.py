@@ -16,6 +16,7 @@ from typing import Any
 
 import yaml
 
+from tests.memory import remove_cache
 from ucmfs import mounting
 from ucmfs.config import load
 from ucmfs.control import protocol
@@ -161,5 +162,5 @@ class Mounted:
         finally:
             if self.is_mounted:
                 subprocess.run(["umount", "-l", str(self.point)], check=False)
-            subprocess.run(["rm", "-rf", str(self.cache)], check=True)
+            remove_cache(self.cache)
         assert not self.unexpected(), f"unexpected in the daemon's log: {self.unexpected()}"

@@ -16,6 +16,7 @@ import yaml
 from typer.testing import CliRunner
 
 from tests.fake_daemon import FakeDaemon
+from tests.memory import remove_cache
 from tests.processes import has_exited
 from ucmfs import cli, mounting
 from ucmfs.control import protocol
@@ -409,6 +410,7 @@ def test_the_installed_command_mounts_serves_and_unmounts(config: Path, tmp_path
         assert status["mount_point"] == str(mount_point)
     finally:
         done = ucmfs("umount", mount_point)
+        remove_cache(tmp_path / "cache")
     assert (done.returncode, done.stderr) == (0, "")
     assert mounting.find_mount(mount_point) is None
     assert has_exited(status["pid"])

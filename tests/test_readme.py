@@ -22,6 +22,7 @@ import typer
 import yaml
 from pydantic_core import PydanticUndefined
 
+from tests.memory import remove_cache
 from tests.mounted import Mounted
 from ucmfs import cli, mounting
 from ucmfs.config import Options, PipelineOptions
@@ -142,7 +143,7 @@ class Place:
     def end(self) -> None:
         if mounting.find_mount(self.point):
             subprocess.run([BIN / "ucmfs", "umount", "--force", self.point], check=True, timeout=MINUTE)
-        subprocess.run(["rm", "-rf", self._cache], check=True)
+        remove_cache(self._cache)
 
 
 @pytest.fixture

@@ -229,6 +229,9 @@ def status(mount_point: MountPoint, as_json: AsJson = False) -> None:
         counts = ("-" if stage.get(key) is None else str(stage[key]) for key in ("blocks", "dirty"))
         table.add_row(stage["label"], *sizes, *counts, stage.get("error") or "")
     console.print(table)
+    for what, key in ("reads", "data_path"), ("writes", "write_path"):
+        reason = stats.get(f"{key}_reason")
+        console.print(f"{what} by {'the daemon: ' + reason if reason else 'the kernel itself (passthrough)'}")
     counters = ("hits", "misses", "fills", "write_backs", "eviction_count", "corrupt")
     console.print(", ".join(f"{key} {stats[key]}" for key in counters if key in stats))
     for key, count in stats.get("errors", {}).items():

@@ -22,6 +22,7 @@ import pyfuse3
 import trio
 import yaml
 
+from ucmfs import system
 from ucmfs.config import Section, masked
 from ucmfs.control import protocol, server
 from ucmfs.errors import ProtocolError, sole_error
@@ -123,6 +124,7 @@ class _Mount:
                     await nursery.start(self._heed_signals)
                     nursery.start_soon(self._link.listen, self._end, self._heard, self._synced)
                     nursery.start_soon(self._recall_idle)
+                    nursery.start_soon(self._operations.finish_closed)
                     await self._listen()
                     assert self._listener is not None
                     hooks = server.Hooks(
@@ -161,6 +163,8 @@ class _Mount:
                 hit=self._operations.hit,
             )
             self._pipeline.room.on_pressure = self._grants.recall_all
+            if self._write_refusal is not None:
+                log.info("%s; writes go through the daemon", self._write_refusal)
         else:
             log.info("%s; bytes go through the daemon", self._no_passthrough)
         if recalled is not None:
@@ -233,7 +237,7 @@ class _Mount:
         through a private copy of the mount that nobody sees, where the kernel lets us make one.
         """
         try:
-            root = mounts.private_copy(self._mount_point)
+            root = system.open_tree(str(self._mount_point))
         except OSError as error:
             log.info("no private copy of the mount (%s): unmount with `ucmfs umount`", error.strerror)
             root = os.open(self._mount_point, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -307,7 +311,7 @@ class _Mount:
         """Take the mount away; None, or why it stays."""
         if os.geteuid() == 0:
             try:
-                mounts.umount(self._mount_point, lazy=force)
+                system.umount(str(self._mount_point), lazy=force)
             except OSError as error:
                 return f"{self._mount_point}: {error.strerror}; close the files that are open on it"
             return None
@@ -340,6 +344,11 @@ class _Mount:
         """Why reads go through the daemon; None where the kernel serves them."""
         return self._no_passthrough or self._link.backing.refusal
 
+    @property
+    def _write_refusal(self) -> str | None:
+        """The same of writes."""
+        return self._refusal or self._pipeline.ahead.refusal
+
     async def _stats(self) -> dict[str, Any]:
         if self._grants is not None:
             await self._grants.sync()
@@ -352,6 +361,8 @@ class _Mount:
             "open_files": len(self._operations.inodes.handles) + (self._grants.opens if self._grants else 0),
             "data_path": "daemon" if self._refusal else "passthrough",
             "data_path_reason": self._refusal,
+            "write_path": "daemon" if self._write_refusal else "passthrough",
+            "write_path_reason": self._write_refusal,
             "daemon_pid": os.getpid(),
             "relay_pid": self._link.relay,
             "restarts": self._link.starts,

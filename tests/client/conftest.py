@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from uuid import uuid4
 import pytest
 
 from tests.client.faulty_daemon import FaultyDaemon, files_of
+from tests.memory import remove_cache
 from ucm.store.pipeline.connector import UcmPipelineStore
 
 
@@ -26,7 +26,7 @@ def daemon(tmp_path: Path) -> Iterator[FaultyDaemon]:
 def cache_dir() -> Iterator[Path]:
     path = Path(f"/dev/shm/ucm-test-{os.getpid()}-{uuid4().hex[:8]}")
     yield path
-    shutil.rmtree(path, ignore_errors=True)
+    remove_cache(path)
 
 
 @pytest.fixture(params=["plain", "socket", "embedded"])

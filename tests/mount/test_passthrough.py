@@ -104,8 +104,10 @@ def test_readers_beside_a_writer_in_place(make_mount: Callable[..., Mounted], pa
     assert (mnt / "x").read_bytes() == b"new" + old[3:]
 
 
-def test_a_reader_before_the_writer_is_done(mnt: Mounted) -> None:
-    """The writer's open is cached, so its process's reader is; once both are closed the kernel reads by itself."""
+@pytest.mark.parametrize("size", [0.125, 4 / 1024])
+def test_a_reader_before_the_writer_is_done(make_mount: Callable[..., Mounted], size: float) -> None:
+    """In a small cache the daemon writes: the writer's open is cached, and so is that of its process's reader."""
+    mnt = make_mount(cache_buffer_capacity_gb=size)
     writer = os.open(mnt / "x", os.O_RDWR | os.O_CREAT)
     os.write(writer, b"data")
     reader = os.open(mnt / "x", os.O_RDONLY)

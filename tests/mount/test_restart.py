@@ -52,9 +52,10 @@ class Trapped(Mounted):
 
 
 @pytest.fixture
-def trapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Trapped]:
+def trapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Trapped]:
+    """Its parameter: whether there is passthrough."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    mounted = Trapped(tmp_path)
+    mounted = Trapped(tmp_path, {"passthrough": getattr(request, "param", True)})
     mounted.start()
     yield mounted
     mounted.end()
@@ -73,6 +74,12 @@ def nothing(root: Path) -> None:
 
 def a_block(root: Path) -> None:
     write(root / "a")
+
+
+def an_unleased_block(root: Path) -> None:
+    """The relay opens what was just written; who may change it makes it leave that to the daemon."""
+    write(root / "a")
+    os.close(os.open(root / "a", os.O_RDWR))
 
 
 def two_blocks(root: Path) -> None:
@@ -166,8 +173,9 @@ CASES: list[Case] = [
     ("write", a_block, append),
     ("lookup", a_block, lambda root: os.stat(root / "a").st_size),
     ("lookup", nothing, lambda root: os.stat(root / "none")),
-    ("open", a_block, read),
-    ("release", a_block, read),
+    ("open", an_unleased_block, read),
+    ("read", an_unleased_block, read),
+    ("release", an_unleased_block, read),
     ("opendir", a_full_directory, ls),
     ("readdir", two_blocks, ls),
     ("releasedir", two_blocks, ls),
@@ -215,11 +223,28 @@ def tree(root: Path) -> dict[str, Any]:
     return found
 
 
-FIRST = list({handler: case for case in reversed(CASES) for handler in case[:1]}.values())
-"""One case for each handler."""
+def first(cases: Sequence[Case]) -> Sequence[Case]:
+    """One case for each handler."""
+    return list({case[0]: case for case in reversed(cases)}.values())
 
 
-@pytest.mark.parametrize(("point", "cases"), [("before", FIRST), ("unjournaled", CASES), ("after", FIRST)])
+THROUGH_DAEMON = [case for case in CASES if case[0] in ("read", "write") or case[1:] == (nothing, create)]
+"""With passthrough the kernel reads and writes by itself; only what is changed in place goes through the daemon."""
+BY_KERNEL = [case for case in CASES if case[0] not in ("read", "write") or case[2] in (change_in_place, append)]
+
+
+@pytest.mark.parametrize(
+    ("point", "cases", "trapped"),
+    [
+        ("before", first(BY_KERNEL), True),
+        ("unjournaled", BY_KERNEL, True),
+        ("after", first(BY_KERNEL), True),
+        ("before", first(THROUGH_DAEMON), False),
+        ("unjournaled", THROUGH_DAEMON, False),
+        ("after", first(THROUGH_DAEMON), False),
+    ],
+    indirect=["trapped"],
+)
 def test_every_handler_killed(trapped: Trapped, tmp_path: Path, point: str, cases: Sequence[Case]) -> None:
     """Compared with a plain directory; one where the daemon did not die proves nothing, and fails."""
     plain = tmp_path / "plain"

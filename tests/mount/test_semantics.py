@@ -221,7 +221,8 @@ def test_sparse_files_take_the_room_they_use(mnt: Mounted) -> None:
     os.ftruncate(fd, 1 << 34)
     os.pwrite(fd, b"x" * 4096, 1 << 33)
     assert os.pread(fd, 5, (1 << 33) - 2) == b"\0\0xxx"
-    assert mnt.stats()["stages"][0]["used"] == 4096
+    # At most a huge page.
+    assert 4096 <= mnt.stats()["stages"][0]["used"] <= 2 * MIB
     os.unlink(mnt / "pool")
     os.close(fd)
 

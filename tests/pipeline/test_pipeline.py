@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 import trio
 import trio.testing
 
+from tests.memory import remove_cache
 from tests.pipeline.faulty import Faulty, flip_a_byte
 from ucmfs.block import Changes, check_name, looks_like_lock, looks_temporary
 from ucmfs.config import PipelineOptions
@@ -81,7 +81,7 @@ def make_rig(tmp_path: Path) -> Iterator[Callable[..., Rig]]:
 
     yield make
     for rig in rigs:
-        shutil.rmtree(rig.directory, ignore_errors=True)
+        remove_cache(rig.directory)
 
 
 async def until(condition: Callable[[], bool]) -> None:

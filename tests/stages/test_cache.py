@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import stat
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -14,6 +13,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
+from tests.memory import remove_cache
 from tests.stages.conformance import StageConformance, get, publish, publish_all
 from ucmfs.block import PAGE, pages
 from ucmfs.config import machine_memory
@@ -29,7 +29,7 @@ MIB = 1 << 20
 def directory(tmp_path: Path) -> Iterator[str]:
     path = f"/dev/shm/ucmfs-test-{os.getpid()}-{tmp_path.name}"
     yield path
-    shutil.rmtree(path, ignore_errors=True)
+    remove_cache(path)
 
 
 def run(directory: str, test: Callable[[Cache], Awaitable[None]], *, capacity: int = MIB, **options: Any) -> None:
@@ -147,15 +147,16 @@ def test_a_temporary_directory_goes_unless_something_is_dirty(directory: str) ->
     assert os.path.exists(f"{directory}/dirty/x")
 
 
-def test_a_file_system_that_is_too_small(tmp_path: Path) -> None:
+def test_a_file_system_that_is_too_small(directory: str) -> None:
+    """Where the Cache has none of its own."""
     size = os.statvfs("/dev/shm").f_blocks * os.statvfs("/dev/shm").f_frsize
+    os.makedirs(f"{directory}/before")
 
     async def test() -> None:
         with pytest.raises(ConfigError, match="lower the capacity"):
-            await Cache(f"/dev/shm/ucmfs-test-{os.getpid()}-large", size + PAGE, Lru(), temporary=True).start()
+            await Cache(directory, size + PAGE, Lru(), temporary=True).start()
 
     trio.run(test)
-    shutil.rmtree(f"/dev/shm/ucmfs-test-{os.getpid()}-large")
 
 
 @pytest.mark.parametrize(
@@ -194,7 +195,7 @@ class Model(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.directory = f"/dev/shm/ucmfs-test-{os.getpid()}-model"
-        shutil.rmtree(self.directory, ignore_errors=True)
+        remove_cache(self.directory)
         self.cache = Cache(self.directory, MIB, Lru())
         trio.run(self.cache.start)
         self.model: dict[str, bytes] = {}
@@ -338,7 +339,7 @@ class Model(RuleBasedStateMachine):
             self.cache.drop(name)
         assert self.cache.used == taken(self.directory) == 0
         trio.run(self.cache.stop)
-        shutil.rmtree(self.directory)
+        remove_cache(self.directory)
 
 
 def test_against_a_model() -> None:

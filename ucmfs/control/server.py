@@ -28,7 +28,7 @@ from ucmfs.errors import (
 )
 from ucmfs.pipeline.pipeline import Pipeline
 from ucmfs.pipeline.writeback import Flushed
-from ucmfs.stages.cache import OpenBlock, Staging, writable_elsewhere
+from ucmfs.stages.cache import OpenBlock, Staging
 
 __all__ = ["Hooks", "flushed_result", "serve", "serve_listener"]
 
@@ -149,7 +149,7 @@ class _Session:
     def end(self) -> None:
         self.let_go()
         for _, staging, _ in self._stagings.values():
-            self._pipeline.cache.abandon(staging)
+            self._pipeline.abandon(staging)
         self._stagings.clear()
 
     def let_go(self) -> None:
@@ -340,13 +340,10 @@ class _Session:
     async def _publish(self, number: int) -> None:
         name, staging, size = self._staging(number)
         try:
-            # Our own writable descriptor goes first: after that the kernel can tell whether there is another.
-            read_only = os.open(staging.path, os.O_RDONLY | os.O_CLOEXEC)
-            os.close(staging.fd)
-            staging.fd = read_only
-            if writable_elsewhere(read_only):
+            staging.reopen(writable=False)
+            if staging.is_writable():
                 raise BlockBusy(name, "its staging file is still open for writing; close it, then publish")
-            written = os.fstat(read_only).st_size
+            written = os.fstat(staging.fd).st_size
         except UcmfsError:
             raise
         except OSError as error:
@@ -362,7 +359,7 @@ class _Session:
     async def _discard(self, number: int) -> None:
         _, staging, _ = self._staging(number)
         del self._stagings[number]
-        self._pipeline.cache.abandon(staging)
+        self._pipeline.abandon(staging)
 
     def _staging(self, number: int) -> tuple[str, Staging, int]:
         try:

@@ -40,7 +40,18 @@ class Writing:
     the latest close.
     """
 
-    __slots__ = ("claimed", "failed", "in_place", "killed", "openers", "settled", "staging")
+    __slots__ = (
+        "by_kernel",
+        "claimed",
+        "closed",
+        "doubtful",
+        "failed",
+        "in_place",
+        "killed",
+        "openers",
+        "settled",
+        "staging",
+    )
 
     def __init__(self, staging: Staging, opener: int, *, in_place: bool = False, claimed: bool = True) -> None:
         self.staging = staging
@@ -51,11 +62,25 @@ class Writing:
         self.failed: list[tuple[int, int]] = []
         """Ranges (from, to) of writes that got an error and were not written since: the block has holes there."""
         self.killed = False
+        self.by_kernel = False
+        """Whether the kernel writes the staging file by itself: the inode's backing id is that file's."""
+        self.doubtful = False
+        """Whether a write may have failed that only the kernel and the writer know of."""
+        self.closed = False
+        """Whether its last writer closed it. It is still being written where that was by the kernel, into a mapping."""
         self.settled = trio.Event()
 
     def record(self) -> WritingRecord:
         return WritingRecord(
-            self.staging.file, sorted(self.openers), self.in_place, self.claimed, self.killed, self.failed
+            self.staging.file,
+            sorted(self.openers),
+            self.in_place,
+            self.claimed,
+            self.killed,
+            self.failed,
+            self.by_kernel,
+            self.doubtful,
+            self.closed,
         )
 
     @classmethod
@@ -65,7 +90,21 @@ class Writing:
         writing.openers = set(record.openers)
         writing.failed = list(record.failed)
         writing.killed = record.killed
+        writing.by_kernel = record.by_kernel
+        writing.doubtful = record.doubtful
+        writing.closed = record.closed
         return writing
+
+    @property
+    def flaw(self) -> str | None:
+        """Why it must not be published, if it must not."""
+        if self.killed:
+            return "its writer was killed in the middle"
+        if self.failed:
+            return "a write to it failed"
+        if self.doubtful:
+            return "the cache was full, and a write to it may have failed"
+        return None
 
     def is_seen_by(self, family: Set[int]) -> bool:
         """Whether a process sees it, given the process and its ancestors.
@@ -260,9 +299,12 @@ class Inodes:
         if not inode.orphan:
             self._writings.setdefault(inode.name, []).append(inode)
 
-    def restore_published(self, inode: Inode, attributes: Attributes, *, is_current: bool) -> None:
-        """What was being written to *inode*, put back by restore(), is published, and may have been replaced since."""
-        if inode.orphan or inode.is_backed or not is_current:
+    def restore_published(self, inode: Inode, attributes: Attributes, *, is_current: bool, by_kernel: bool) -> None:
+        """What was being written to *inode*, put back by restore(), is published, and may have been replaced since.
+
+        *by_kernel*: its backing file is the block's.
+        """
+        if inode.orphan or (inode.is_backed and not by_kernel) or not is_current:
             self.detach(inode)
             return
         before = self._by_name.get(inode.name)
@@ -375,7 +417,7 @@ class Inodes:
         self._unlist(inode)
         inode.writing = None
         self.touch(inode)
-        if published and inode.is_backed:
+        if published and inode.is_backed and not writing.by_kernel:
             # Its readers go on with the old bytes, from the backing file: the new ones need an inode of their own.
             self.detach(inode)
         elif published:
@@ -456,6 +498,8 @@ class Inodes:
 
     def is_flushed(self, inode: Inode) -> bool:
         """Whether everybody who may write to *inode* closed it, as far as close() has told."""
+        if inode.writing is not None and inode.writing.closed:
+            return True
         return inode.writers > 0 and all(
             handle.flushed for handle in self.handles.values() if handle.inode is inode and handle.writable
         )

@@ -41,7 +41,10 @@ _LENGTH = struct.Struct("<I")
 
 
 class WritingRecord(msgspec.Struct, frozen=True, array_like=True):
-    """See inodes.Writing. `file` is the number of the staging file's inode on the tmpfs."""
+    """See inodes.Writing. `file` is the number of the staging file's inode on the tmpfs.
+
+    What has a default is not in the journals of older versions.
+    """
 
     file: int
     openers: list[int]
@@ -49,6 +52,9 @@ class WritingRecord(msgspec.Struct, frozen=True, array_like=True):
     claimed: bool
     killed: bool
     failed: list[tuple[int, int]]
+    by_kernel: bool = False
+    doubtful: bool = False
+    closed: bool = False
 
 
 class InodeRecord(msgspec.Struct, frozen=True, array_like=True, tag="inode"):

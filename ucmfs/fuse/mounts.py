@@ -1,19 +1,19 @@
-"""Mounting and unmounting: the system calls that Python has no names for, and fusermount3 for who may not call them."""
+"""Mounting and unmounting: by system calls, or with fusermount3 for who may not make them."""
 
 from __future__ import annotations
 
 import array
-import ctypes
 import os
 import socket
 import subprocess
 from contextlib import suppress
 from pathlib import Path
 
+from ucmfs import system
 from ucmfs.errors import MountError
 from ucmfs.fuse import relay
 
-__all__ = ["FLAGS", "device_at", "make_read_only", "mount_fuse", "private_copy", "take_away", "umount"]
+__all__ = ["FLAGS", "device_at", "make_read_only", "mount_fuse", "take_away"]
 
 FLAGS = {
     "rw": 0,
@@ -30,25 +30,21 @@ FLAGS = {
 }
 """Mount options that are flags of mount(2), with their values."""
 
-_libc = ctypes.CDLL(None, use_errno=True)
 _NOSUID_NODEV = 2 | 4
 _REMOUNT_BIND = 32 | 4096
-_MNT_DETACH, _UMOUNT_NOFOLLOW = 2, 8
-_SYS_OPEN_TREE, _OPEN_TREE_CLONE, _AT_FDCWD = 428, 1, -100
 
 
-def _mount(
-    source: bytes | None, target: Path, kind: bytes | None, options: frozenset[str], more: int, data: str
-) -> None:
+def _mount(source: str | None, target: Path, kind: str | None, options: frozenset[str], more: int, data: str) -> None:
     flags = _NOSUID_NODEV | more
     for option in options:
         flags |= FLAGS.get(option, 0)
-    if _libc.mount(source, os.fsencode(target), kind, ctypes.c_ulong(flags), os.fsencode(data)) != 0:
-        code = ctypes.get_errno()
+    try:
+        system.mount(source, str(target), kind, flags, data)
+    except OSError as error:
         raise MountError(
-            f"{target}: the kernel refuses the mount: {os.strerror(code)}; options {','.join(sorted(options))}",
-            code=code,
-        )
+            f"{target}: the kernel refuses the mount: {error.strerror}; options {','.join(sorted(options))}",
+            code=error.errno,
+        ) from error
 
 
 def mount_fuse(target: Path, options: frozenset[str]) -> int:
@@ -66,7 +62,7 @@ def mount_fuse(target: Path, options: frozenset[str]) -> int:
     fuse = os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC)
     data = f"fd={fuse},rootmode=40000,user_id={os.geteuid()},group_id={os.getegid()},default_permissions,allow_other"
     try:
-        _mount(name.encode(), target, f"fuse.{kind}".encode(), flags, 0, data)
+        _mount(name, target, f"fuse.{kind}", flags, 0, data)
     except BaseException:
         os.close(fuse)
         raise
@@ -103,7 +99,7 @@ def take_away(target: Path, device: str) -> None:
         return
     if os.geteuid() == 0:
         with suppress(OSError):  # it is gone already, or never came
-            umount(target, lazy=True)
+            system.umount(str(target), lazy=True)
     else:
         with suppress(OSError):
             subprocess.run(["fusermount3", "-u", "-z", "-q", "--", target], stderr=subprocess.DEVNULL, check=False)
@@ -112,19 +108,3 @@ def take_away(target: Path, device: str) -> None:
 def make_read_only(target: Path, options: frozenset[str]) -> None:
     """Make the mount at *target*, which has *options*, read-only; copies of it stay as they are. Raises MountError."""
     _mount(None, target, None, options | {"ro"}, _REMOUNT_BIND, "")
-
-
-def private_copy(target: Path) -> int:
-    """A descriptor of a copy of the mount at *target* that nobody else sees. Raises OSError."""
-    root: int = _libc.syscall(_SYS_OPEN_TREE, _AT_FDCWD, os.fsencode(target), _OPEN_TREE_CLONE | os.O_CLOEXEC)
-    if root < 0:
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code), os.fspath(target))
-    return root
-
-
-def umount(target: Path, *, lazy: bool) -> None:
-    """Unmount *target*; *lazy*, also with files open on it. Raises OSError."""
-    if _libc.umount2(os.fsencode(target), _UMOUNT_NOFOLLOW | (_MNT_DETACH if lazy else 0)) != 0:
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code), os.fspath(target))

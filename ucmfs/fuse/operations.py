@@ -48,6 +48,10 @@ log = logging.getLogger(__name__)
 P = ParamSpec("P")
 R = TypeVar("R")
 
+RECHECK = 0.02
+"""Seconds between looks whether what was closed is still mapped."""
+JUST_NOW = 1.0
+"""Seconds after which what is still mapped will be so for longer."""
 SETTLE_WAIT = 0.25
 """Seconds that a lookup waits for a block whose writer closed it, where the kernel is late to say it was the last."""
 
@@ -60,6 +64,8 @@ def handler(
     @functools.wraps(method)
     async def wrapped(self: Operations, /, *args: P.args, **kwargs: P.kwargs) -> R:
         try:
+            if self._closed:
+                self._publish_closed(eagerly=True)
             return await method(self, *args, **kwargs)
         except pyfuse3.FUSEError:
             raise
@@ -116,8 +122,12 @@ class Operations(pyfuse3.Operations):
         self._repeated: Counter[tuple[int, int, int, tuple[bytes, ...]]] = Counter()
         """Requests of wire.ONCE that are asked again, and that an earlier daemon may have done."""
         self._ttl = pipeline.options.consistency_ttl
+        pipeline.ahead.on_full = self._doubt
         self._listings: dict[int, _Listing] = {}
         self._next_listing = 1
+        self._closed: dict[Inode, float] = {}
+        """Closed by their writers, and when; to be published when the kernel says that nobody can write them."""
+        self._any_closed = trio.Event()
         self._changed_opens: list[Record] = []
         """What opened or closed of directories and of `.ucmfs/` since the last commit."""
 
@@ -191,11 +201,16 @@ class Operations(pyfuse3.Operations):
         cache = self.pipeline.cache
         self._drop_backing(inode)
         if record.writing is not None:
-            staging = cache.reopen_staging(record.writing.file)
+            staging = cache.reopen_staging(record.writing.file, writable=not record.writing.by_kernel)
             if staging is not None:
                 writing = Writing.of(record.writing, staging)
                 self.inodes.restore_writing(inode, writing)
-                if not inode.writers and inode.lookups <= 0 and writing.claimed:
+                if writing.by_kernel:
+                    writing.doubtful |= cache.was_full
+                    self.pipeline.ahead.resume(staging)
+                if writing.closed:
+                    self._await_close(inode)
+                elif not inode.writers and inode.lookups <= 0 and writing.claimed:
                     # The answer to CREATE was never given: it is asked again.
                     self._drop_writing(inode)
                 elif not inode.writers:
@@ -207,7 +222,9 @@ class Operations(pyfuse3.Operations):
             else:
                 # It was published, and the daemon died before it could say so.
                 block = blocks[record.writing.file]
-                self.inodes.restore_published(inode, block.attributes, is_current=block.retired is None)
+                self.inodes.restore_published(
+                    inode, block.attributes, is_current=block.retired is None, by_kernel=record.writing.by_kernel
+                )
         if (inode.handles or inode.lease is not None) and inode.writing is None:
             file = record.file or (record.writing.file if record.writing is not None else 0)
             inode.file = await self._reopen_file(inode, file, blocks)
@@ -233,8 +250,8 @@ class Operations(pyfuse3.Operations):
 
     def _open_abandoned(self, staging: Staging, attributes: Attributes) -> OpenBlock:
         """For readers of what will never be published; its room is theirs until they close."""
-        cache = self.pipeline.cache
-        return OpenBlock(staging.fd, attributes, cache.label, lambda fd: cache.abandon(staging), file=staging.file)
+        label = self.pipeline.cache.label
+        return OpenBlock(staging.fd, attributes, label, lambda fd: self.pipeline.abandon(staging), file=staging.file)
 
     def _is_repeated(self, opcode: int, node: int, ctx: pyfuse3.RequestContext, *names: bytes) -> bool:
         """Whether this request was asked of the daemon before, which may have done it.
@@ -415,8 +432,7 @@ class Operations(pyfuse3.Operations):
         if inode.writing is None and size == inode.attributes.size:
             return
         writing = await self._start_in_place(inode)
-        os.ftruncate(writing.staging.fd, size)
-        writing.staging.settle()
+        writing.staging.truncate(size)
         if not inode.writers:
             self._end_writing(inode)
 
@@ -638,9 +654,8 @@ class Operations(pyfuse3.Operations):
             staging = await self.pipeline.create(attributes=owner)
             inode = self.inodes.start_writing(path, Writing(staging, opener))
         self.inodes.looked_up(inode)
-        writable = flags & os.O_ACCMODE != os.O_RDONLY
-        fh = self.inodes.open_handle(inode, opener=opener, writable=writable, created=True)
-        return pyfuse3.FileInfo(fh=fh), self._entry(inode)
+        info = await self._open_handle(inode, opener, writable=flags & os.O_ACCMODE != os.O_RDONLY, created=True)
+        return info, self._entry(inode)
 
     @handler
     async def mknod(
@@ -689,23 +704,62 @@ class Operations(pyfuse3.Operations):
             raise pyfuse3.FUSEError(errno.ESTALE)
         if inode.writing is not None and writable:
             inode.writing.openers.add(opener)
-        ours = writable or inode.writing is not None
-        if not ours:
-            self._back(inode)
-        fh = self.inodes.open_handle(inode, opener=opener, writable=writable, by_kernel=inode.backing > 0)
-        if not ours:
+            inode.writing.closed = False
+        return await self._open_handle(inode, opener, writable=writable)
+
+    async def _open_handle(
+        self, inode: Inode, opener: int, *, writable: bool, created: bool = False
+    ) -> pyfuse3.FileInfo:
+        writing = inode.writing
+        if writing is not None or not writable:
+            await self._back(inode)
+        by_kernel = not writable if writing is None else writing.by_kernel
+        fh = self.inodes.open_handle(
+            inode, opener=opener, writable=writable, by_kernel=inode.backing > 0, created=created
+        )
+        if not writable:
             self._lease(inode)
         return pyfuse3.FileInfo(
             fh=inode.backing << 32 | fh,
             # Beside opens that the kernel serves by itself, one that we serve may not use its page cache.
-            direct_io=ours and inode.backing > 0,
-            keep_cache=inode.writing is None,
+            direct_io=inode.backing > 0 and not by_kernel,
+            keep_cache=writing is None,
         )
 
-    def _back(self, inode: Inode) -> None:
+    async def _back(self, inode: Inode) -> None:
         """Let the kernel serve *inode* by itself, unless opens of it that use the page cache are alive."""
-        if self.backing is not None and inode.file is not None and not inode.handles and not inode.is_backed:
-            inode.backing = self.backing.open(inode.file.fd)
+        if self.backing is None or inode.handles or inode.is_backed:
+            return
+        writing = inode.writing
+        if writing is None:
+            if inode.file is not None:
+                inode.backing = self.backing.open(inode.file.fd)
+        elif writing.by_kernel:
+            inode.backing = self.backing.open(writing.staging.fd)
+        elif not writing.in_place and not looks_like_lock(inode.name):
+            await self._back_writing(inode, writing, self.backing)
+
+    async def _back_writing(self, inode: Inode, writing: Writing, backing: Backing) -> None:
+        staging = writing.staging
+        if backing.refusal is not None or not await self.pipeline.ahead.begin(staging):
+            return
+        staging.reopen(writable=False)
+        inode.backing = backing.open(staging.fd)
+        writing.by_kernel = inode.backing > 0
+        if not writing.by_kernel:
+            self.pipeline.ahead.end(staging)
+            staging.reopen(writable=True)
+
+    def _doubt(self) -> None:
+        """The tmpfs is full, or was: nobody knows which writes failed that the kernel did by itself."""
+        doubted = False
+        for inode in self.inodes:
+            if inode.writing is not None and inode.writing.by_kernel and not inode.writing.doubtful:
+                inode.writing.doubtful = doubted = True
+                self.inodes.touch(inode)
+        if doubted:
+            # What comes next frees pages, so that the next daemon would not see it.
+            self.commit()
 
     def _lease(self, inode: Inode) -> None:
         """Let the relay answer what opens *inode* from now on, if it is a block of the Cache that nobody changes."""
@@ -716,6 +770,7 @@ class Operations(pyfuse3.Operations):
             and inode.file.file
             and not inode.writers
             and not inode.orphan
+            and inode.lookups > 0
             and not self.inodes.written(inode.name)
         ):
             self.grants.give(inode, inode.attributes.size)
@@ -762,8 +817,7 @@ class Operations(pyfuse3.Operations):
         """Begin a new version for *opener*: on its own inode if that is what this is, else by looking again."""
         writing = inode.writing
         if writing is not None and (writing.openers == {opener} or looks_like_lock(inode.name)):
-            os.ftruncate(writing.staging.fd, 0)
-            writing.staging.settle()
+            writing.staging.truncate(0)
             writing.failed.clear()
             writing.claimed = True
             self.inodes.touch(inode)
@@ -794,7 +848,7 @@ class Operations(pyfuse3.Operations):
         writing = inode.writing
         assert writing is not None
         self.inodes.end_writing(inode, published=False)
-        self.pipeline.cache.abandon(writing.staging)
+        self.pipeline.abandon(writing.staging)
 
     # Reading and writing
 
@@ -849,7 +903,7 @@ class Operations(pyfuse3.Operations):
                 await self.pipeline.copy_into(staging, file)
             except BaseException:
                 if staging is not None:
-                    self.pipeline.cache.abandon(staging)
+                    self.pipeline.abandon(staging)
                 if inode.file is None:
                     file.close()
                 raise
@@ -886,8 +940,9 @@ class Operations(pyfuse3.Operations):
         handle = self.inodes.close_handle(fh)
         inode = handle.inode
         if inode.writing is not None and not inode.writers:
-            self._end_writing(inode)
-        self._let_go(inode)
+            self._close_writing(inode, inode.writing)
+        else:
+            self._let_go(inode)
 
     def _let_go(self, inode: Inode) -> None:
         """A handle of *inode* or its lease is gone: close what nobody needs any more."""
@@ -899,18 +954,56 @@ class Operations(pyfuse3.Operations):
             inode.file = None
         self.inodes.settle(inode)
 
+    def _close_writing(self, inode: Inode, writing: Writing) -> None:
+        """The last writer closed *inode*. What the kernel writes by itself may be mapped all the same."""
+        writing.closed = True
+        if writing.by_kernel and writing.staging.is_writable():
+            self._await_close(inode)
+            self._let_go(inode)
+        else:
+            self._end_writing(inode)
+
+    def _await_close(self, inode: Inode) -> None:
+        self._closed[inode] = trio.current_time()
+        self._any_closed.set()
+
+    async def finish_closed(self) -> None:
+        """Publish what was closed while it was mapped, once it is not. Nothing tells but to ask again."""
+        while True:
+            if not self._closed:
+                self._any_closed = trio.Event()
+                await self._any_closed.wait()
+            await trio.sleep(RECHECK)
+            self._publish_closed()
+            self.commit()
+
+    def _publish_closed(self, *, eagerly: bool = False) -> None:
+        """Publish what was closed and can be written no more.
+
+        The kernel lets go of a file a moment after it told us, but before close() returns. So whatever its writer asks
+        next finds it published: this is called *eagerly* then, for what was closed just now.
+        """
+        now = trio.current_time()
+        for inode, closed_at in list(self._closed.items()):
+            writing = inode.writing
+            if writing is None or not writing.closed:
+                del self._closed[inode]
+            elif not (eagerly and now > closed_at + JUST_NOW) and not writing.staging.is_writable():
+                del self._closed[inode]
+                self._end_writing(inode)
+
     def _end_writing(self, inode: Inode) -> None:
         """The last writer is gone: publish what it wrote, or drop it."""
         writing = inode.writing
         assert writing is not None
         staging, cache = writing.staging, self.pipeline.cache
+        self.pipeline.ahead.end(staging)
         published = None
         if inode.orphan:
             pass
-        elif writing.killed or writing.failed:
+        elif writing.flaw is not None:
             self.pipeline.counters.dropped += 1
-            reason = "its writer was killed in the middle" if writing.killed else "a write to it failed"
-            log.warning("%s: dropped, %s", inode.name, reason)
+            log.warning("%s: dropped, %s", inode.name, writing.flaw)
         else:
             try:
                 published = self.pipeline.publish(staging, inode.name)
@@ -918,24 +1011,20 @@ class Operations(pyfuse3.Operations):
                 log.error("%s: lost, it cannot be published: %s", inode.name, error)
         if published is not None:
             inode.attributes = published.attributes
-            if inode.handles:
-                cache.adopt(published)
-                inode.file = OpenBlock(
-                    staging.fd,
-                    published.attributes,
-                    cache.label,
-                    functools.partial(cache.close_descriptor, published),
-                    file=published.file,
-                )
-            else:
-                os.close(staging.fd)
+            cache.adopt(published)
+            close = functools.partial(cache.close_descriptor, published)
+            inode.file = OpenBlock(staging.fd, published.attributes, cache.label, close, file=published.file)
         elif inode.handles:
             # Readers that found it while it was written go on; its room is theirs until they close.
             inode.attributes = staging.attributes()
             inode.file = self._open_abandoned(staging, inode.attributes)
         else:
-            cache.abandon(staging)
+            self.pipeline.abandon(staging)
         self.inodes.end_writing(inode, published=published is not None)
+        if published is not None:
+            # What was just written is often read soon.
+            self._lease(inode)
+        self._let_go(inode)
 
     @handler
     async def fsync(self, fh: int, datasync: bool) -> None:
@@ -1081,7 +1170,7 @@ class Operations(pyfuse3.Operations):
         """The mount is gone: let go of every staging file and descriptor; what was being written is dropped."""
         for inode in self.inodes:
             if inode.writing is not None:
-                self.pipeline.cache.abandon(inode.writing.staging)
+                self.pipeline.abandon(inode.writing.staging)
                 self.inodes.end_writing(inode, published=False)
             if inode.file is not None:
                 inode.file.close()

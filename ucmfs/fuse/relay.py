@@ -9,7 +9,8 @@ kernel, the requests that have no answer yet, which are asked again, and the des
 It copies messages, one SEQPACKET packet each, and looks into few:
 
 - The reply to INIT: accept passthrough where the kernel offers it, and keep pages when attributes change.
-- OPEN and RELEASE of leased inodes are answered here (leases.py).
+- OPEN and RELEASE of leased inodes are answered here (leases.py), and GETXATTR of xattrs that there are not: the
+  kernel asks for `security.capability` before it writes, also what it writes by itself.
 - Replies to OPEN and CREATE: the upper half of `fh` is a backing id. Where the daemon put one, the kernel shall read
   and write the backing file by itself (FOPEN_PASSTHROUGH), and a read-only open needs no FLUSH. Which handles the
   kernel has been given, and has not released, is remembered for the next daemon.
@@ -69,6 +70,7 @@ START = 120.0
 SHUTDOWN = 120.0
 """Seconds that a daemon may take to end once the kernel ended the connection; it writes back what is dirty."""
 
+_XATTR_NAME = wire.IN_HEADER.size + wire.GETXATTR_NAME
 _NOT_STARTED = 127
 _SO_SNDBUFFORCE = 32
 _PACKET_OVERHEAD = 32
@@ -192,6 +194,9 @@ class Forwarder:
                 # pyfuse3 heeds none, and libfuse would answer some.
                 continue
             if opcode in (wire.OPEN, wire.RELEASE) and self._answer_leased(view):
+                continue
+            if opcode == wire.GETXATTR and not bytes(view[_XATTR_NAME:]).startswith(wire.XATTRS):
+                self._write(wire.error_reply(unique, errno.ENODATA), unique)
                 continue
             with self._lock:
                 if opcode == wire.INIT:
@@ -343,6 +348,8 @@ class Forwarder:
             # An inode is one version: whoever changes its bytes does so through the kernel. Times of a block may
             # change (its writer closes it, utime), and its pages are as good as before.
             flags = flags & ~wire.INIT_AUTO_INVAL_DATA | wire.INIT_EXPLICIT_INVAL_DATA
+        # It need not ask before each write whether the file has privileges to lose: the mount is nosuid.
+        flags |= offered & wire.INIT_HANDLE_KILLPRIV_V2
         if offered & wire.INIT_EXT and offered2 & wire.INIT_PASSTHROUGH2:
             flags |= wire.INIT_EXT
             flags2 |= wire.INIT_PASSTHROUGH2

@@ -15,7 +15,7 @@ VERSION = 1
 # FUSE
 
 GETATTR, FORGET, SETATTR, MKNOD, MKDIR, UNLINK, RMDIR, RENAME = 3, 2, 4, 8, 9, 10, 11, 12
-OPEN, READ, WRITE, RELEASE, FSYNC, REMOVEXATTR, INIT, CREATE = 14, 15, 16, 18, 20, 24, 26, 35
+OPEN, READ, WRITE, RELEASE, FSYNC, GETXATTR, REMOVEXATTR, INIT, CREATE = 14, 15, 16, 18, 20, 22, 24, 26, 35
 INTERRUPT, DESTROY, BATCH_FORGET, RENAME2 = 36, 38, 42, 45
 
 UNANSWERED = frozenset({FORGET, BATCH_FORGET})
@@ -40,6 +40,7 @@ INIT_MAX_PAGES = struct.Struct("<H")
 """At offset 28: the most pages of 4 KiB of a request."""
 INIT_EXT = 1 << 30
 INIT_AUTO_INVAL_DATA, INIT_EXPLICIT_INVAL_DATA = 1 << 12, 1 << 25
+INIT_HANDLE_KILLPRIV_V2 = 1 << 28
 INIT_PASSTHROUGH2 = 1 << (37 - 32)
 
 OPEN_IN = struct.Struct("<II")
@@ -48,6 +49,11 @@ OPEN_OUT = struct.Struct("<QIi")
 """fh, open_flags, backing_id"""
 ENTRY_OUT_SIZE = 128
 FOPEN_DIRECT_IO, FOPEN_KEEP_CACHE, FOPEN_NOFLUSH, FOPEN_PASSTHROUGH = 1 << 0, 1 << 1, 1 << 5, 1 << 7
+
+GETXATTR_NAME = 8
+"""Offset of the name behind the header."""
+XATTRS = b"user."
+"""What the names of the xattrs begin with that there are."""
 
 RELEASE_IN = struct.Struct("<Q")
 """fh, and more"""

@@ -60,6 +60,8 @@ class Room:
         self._granting = False
         self.on_pressure: Callable[[], None] = lambda: None
         """Called when there is no room and nothing to evict: who keeps blocks open that need not be shall let go."""
+        self.margin = 0
+        """Bytes that nobody is given; see ahead.py."""
         cache.on_freed = self._grant
 
     async def reserve(self, staging: Staging, nbytes: int, *, wait: bool = True) -> None:
@@ -82,6 +84,11 @@ class Room:
         staging.charge += nbytes
         staging.pending += nbytes
 
+    def restore_margin(self) -> None:
+        """Evict until the margin is free."""
+        if not self._make(0) and self._cache.dirty_blocks:
+            self._urge_write_back()
+
     async def hold(self, staging: Staging, size: int, *, wait: bool = True) -> None:
         """Reserve room for all *size* bytes of *staging*, to be kept whatever is written. Raises StageFull."""
         await self.reserve(staging, pages(size), wait=wait)
@@ -89,9 +96,9 @@ class Room:
         staging.pending -= pages(size)
 
     def _make(self, nbytes: int) -> bool:
-        """Evict until *nbytes* are free; whether they are."""
+        """Evict until *nbytes* are free beside the margin; whether they are."""
         cache = self._cache
-        while cache.free < nbytes:
+        while cache.free - self.margin < nbytes:
             if not cache.evict_one():
                 self.on_pressure()
                 return False

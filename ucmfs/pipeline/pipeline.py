@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import msgspec
 import trio
 
+from ucmfs import system
 from ucmfs.block import DIGEST_XATTR, OWN_XATTRS, PAGE, Attributes, Changes, State, child_of, digest_of, pages
 from ucmfs.config import PipelineOptions
 from ucmfs.errors import (
@@ -27,6 +28,7 @@ from ucmfs.errors import (
     UcmfsError,
     from_errno,
 )
+from ucmfs.pipeline.ahead import Ahead
 from ucmfs.pipeline.eviction import Room
 from ucmfs.pipeline.fill import Fills
 from ucmfs.pipeline.listing import Listings
@@ -85,6 +87,7 @@ class Pipeline:
             threads=threads,
         )
         self.room = Room(cache, deadline=options.write_back_deadline, urge_write_back=self.write_back.urge)
+        self.ahead = Ahead(cache, self.room, usual=options.block_size or 0)
         self.fills = Fills(cache, self.lower, self.room, self.known, self.counters, threads)
         self._prefetching: dict[str, None] = {}
         self._prefetch_wake = trio.Event()
@@ -106,6 +109,7 @@ class Pipeline:
                     nursery.start_soon(self.write_back.run)
                 nursery.start_soon(self._prefetch_for_ever)
                 nursery.start_soon(self._listings.run)
+                nursery.start_soon(self.ahead.run)
                 try:
                     yield
                 finally:
@@ -305,10 +309,24 @@ class Pipeline:
         if size:
             try:
                 await self.room.hold(staging, size, wait=wait)
+                self._allocate(staging, size)
             except BaseException:
                 self.cache.abandon(staging)
                 raise
         return staging
+
+    def _allocate(self, staging: Staging, size: int) -> None:
+        """Who is given *staging* writes *size* bytes by itself, maybe into a mapping: nobody may be quicker."""
+        if self.cache.unbounded is None:
+            try:
+                system.preallocate(staging.fd, size)
+            except OSError as error:
+                raise StageFull(self.cache.label, f"no memory for {size} bytes: {error.strerror}") from error
+
+    def abandon(self, staging: Staging) -> None:
+        """Forget *staging* and what was written to it."""
+        self.ahead.end(staging)
+        self.cache.abandon(staging)
 
     async def write(self, staging: Staging, offset: int, data: bytes | memoryview) -> int:
         """Write all of *data* at *offset*. Raises StageFull before anything is written."""
@@ -382,6 +400,7 @@ class Pipeline:
         if fresh and block.below is None:
             block.below = False
         self.counters.published += 1
+        self.ahead.published(block.attributes.size)
         if block.dirty:
             self.write_back.add(name)
         return block
@@ -605,6 +624,7 @@ class Pipeline:
     async def stats(self) -> dict[str, Any]:
         """The mapping that status, `.ucmfs/stats.json` and the metrics are made of."""
         cache, counters = self.cache, self.counters
+        self.ahead.count()
         # The kernel lets go of a file that it served by itself a moment after it told of the close.
         cache.reclaim()
         stages: list[dict[str, Any]] = []

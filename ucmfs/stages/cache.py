@@ -49,6 +49,7 @@ from ucmfs.errors import (
     from_errno,
     from_os_error,
 )
+from ucmfs.stages import tmpfs
 from ucmfs.stages.base import Entry, Publication, Stage, Usage
 from ucmfs.stages.local import apply_changes, copy_whole, read_xattrs, write_xattrs
 
@@ -60,6 +61,8 @@ GIB = 1 << 30
 USUAL_BLOCK = 2 << 20
 PIN_XATTR = OWN_XATTRS + "pin"
 SCAN_BATCH = 1024
+NEXT_TO_NONE = 128
+"""One part in so many of the tmpfs."""
 
 
 class CacheOptions(Options):
@@ -70,7 +73,8 @@ class CacheOptions(Options):
     cache_buffer_capacity_gb: float | None = pydantic.Field(None, gt=0)
     """Capacity in GiB; a fraction is welcome. Default: a quarter of the machine's memory."""
     cache_dir: str | None = None
-    """A directory on a tmpfs. Default: one of /dev/shm named after the mount point."""
+    """A directory on a tmpfs. Default: one of /dev/shm named after the mount point. Where root may, it becomes a tmpfs
+    of its own."""
 
     @pydantic.model_validator(mode="after")
     def _one_capacity(self) -> Self:
@@ -180,7 +184,8 @@ class OpenBlock:
 class Staging:
     """A block being written: a file that nobody else sees, and the room reserved for it.
 
-    `floor` bytes stay reserved whatever was written; `pending` are reserved for writes under way.
+    `floor` bytes stay reserved whatever was written; `pending` are reserved for writes under way. `fd` is read-only
+    where only others write.
     """
 
     __slots__ = ("_cache", "charge", "fd", "file", "floor", "path", "pending")
@@ -202,6 +207,35 @@ class Staging:
 
     def attributes(self) -> Attributes:
         return Attributes.of(os.fstat(self.fd))
+
+    def truncate(self, size: int) -> None:
+        """Make the file *size* bytes long. Pages beyond that, also allocated ahead, are freed."""
+        self._cache.before_free()
+        os.truncate(self.path, size)
+        self.settle()
+
+    def reopen(self, *, writable: bool) -> None:
+        """Have another descriptor: a read-only one where others write, so that is_writable() tells of them alone."""
+        fd = os.open(self.path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
+        os.close(self.fd)
+        self.fd = fd
+
+    def is_writable(self) -> bool:
+        """Whether anybody has the file open for writing, or mapped so: also we, unless our descriptor is read-only."""
+        try:
+            fcntl.fcntl(self.fd, _F_SETSIG, signal.SIGURG)
+            fcntl.fcntl(self.fd, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+        except BlockingIOError:
+            return True
+        fcntl.fcntl(self.fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+        return False
+
+    def trim(self) -> None:
+        """Free pages that were allocated ahead and not written."""
+        found = os.fstat(self.fd)
+        if found.st_blocks * 512 > pages(found.st_size):
+            self.truncate(found.st_size)
+            os.utime(self.fd, ns=(found.st_atime_ns, found.st_mtime_ns))
 
 
 class Cache(Stage):
@@ -226,6 +260,8 @@ class Cache(Stage):
         self.dirty_bytes = 0
         self.on_freed: Callable[[], None] = lambda: None
         """Called when bytes became free or a block became evictable."""
+        self.before_free: Callable[[], None] = lambda: None
+        """Called before pages are freed: the last moment to see that the tmpfs is full."""
         self._dirty = f"{directory}/dirty"
         self._clean = f"{directory}/clean"
         self._staging = f"{directory}/staging"
@@ -237,6 +273,10 @@ class Cache(Stage):
         self._leftovers: dict[int, str] = {}
         """Staging files of an earlier process that are wanted, by inode."""
         self._lock: int | None = None
+        self.unbounded: str | None = "it is not started"
+        """Why the kernel does not keep the bound. None where it does: on a tmpfs of its own, as large as `capacity`."""
+        self.was_full = False
+        """Whether the tmpfs was as good as full at the start."""
 
     # Start and stop
 
@@ -248,13 +288,22 @@ class Cache(Stage):
         self.reclaim()
         if self._lock is None:
             return
-        if self.temporary and not self.dirty_blocks:
+        is_over = not self.dirty_blocks if self.temporary else not (self.blocks or self._retired)
+        is_own = tmpfs.is_own(self.directory)
+        if is_over and self.temporary and not is_own:
             await trio.to_thread.run_sync(shutil.rmtree, self.directory, True)
         os.close(self._lock)
         self._lock = None
+        if is_over and is_own:
+            try:
+                await trio.to_thread.run_sync(tmpfs.take_away, self.directory)
+            except OSError as error:
+                log.info("%s stays: %s", self.directory, error.strerror)
 
     def _recover(self) -> None:
         try:
+            os.makedirs(self.directory, mode=0o700, exist_ok=True)
+            self.unbounded = tmpfs.mount_own(self.directory, self.capacity)
             for directory in (self._dirty, self._clean, self._staging, self._trash):
                 os.makedirs(directory, mode=0o755, exist_ok=True)
             os.chmod(self.directory, 0o700)
@@ -276,6 +325,7 @@ class Cache(Stage):
                 f"cache's {self.capacity / GIB:.2f} GiB; lower the capacity or give the file system more",
                 path="cache_dir",
             )
+        self.was_full = self.is_full
         self._sort_leftovers()
         found = [*self._walk(self._clean, dirty=False), *self._walk(self._dirty, dirty=True)]
         found.sort(key=lambda block: max(block.attributes.mtime_ns, block.attributes.atime_ns))
@@ -293,6 +343,8 @@ class Cache(Stage):
             self.used += block.charge
         while self.used > self.capacity and self.evict_one():
             pass
+        if self.unbounded is None and not tmpfs.resize(self.directory, self.capacity):
+            self.unbounded = "it holds more than its capacity"
 
     def _sort_leftovers(self) -> None:
         """What an earlier process left in staging/ and trash/ goes, unless it is wanted or open somewhere."""
@@ -344,6 +396,15 @@ class Cache(Stage):
     def free(self) -> int:
         return self.capacity - self.used
 
+    @property
+    def is_full(self) -> bool:
+        """Whether the tmpfs has next to no page left: what others wrote may have failed.
+
+        Not whether it has none: one may be freed between a failure and this look.
+        """
+        found = os.statvfs(self.directory)
+        return found.f_bfree <= found.f_blocks // NEXT_TO_NONE
+
     # Writing
 
     def stage_file(self, attributes: Attributes | None = None) -> Staging:
@@ -370,6 +431,7 @@ class Cache(Stage):
             write_xattrs(staging.fd, attributes.xattrs or {})
             os.utime(staging.fd, ns=(attributes.atime_ns, attributes.mtime_ns))
         staging.floor = 0
+        staging.trim()
         staging.settle()
         block = Cached(name, staging.attributes(), staging.charge, staging.file, dirty=dirty)
         if attributes is not None and os.geteuid() != 0:
@@ -388,6 +450,7 @@ class Cache(Stage):
 
     def abandon(self, staging: Staging) -> None:
         """Forget *staging*, close its descriptor and free its room."""
+        self.before_free()
         with suppress(FileNotFoundError):
             os.unlink(staging.path)
         os.close(staging.fd)
@@ -436,12 +499,12 @@ class Cache(Stage):
         """The blocks, retired ones too, by the number of their inode."""
         return {block.file: block for block in (*self.blocks.values(), *self._retired)}
 
-    def reopen_staging(self, file: int) -> Staging | None:
+    def reopen_staging(self, file: int, *, writable: bool = True) -> Staging | None:
         """The wanted staging file with inode *file*, if it is (still) one."""
         path = self._leftovers.pop(file, None)
         if path is None:
             return None
-        staging = Staging(self, os.open(path, os.O_RDWR | os.O_CLOEXEC), path)
+        staging = Staging(self, os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC), path)
         staging.settle()
         return staging
 
@@ -775,6 +838,7 @@ class Cache(Stage):
 
         With *keep_path*, its file stays for a rename to replace, so that a crash leaves the old or the new.
         """
+        self.before_free()
         path = self._path(block)
         busy = self._in_use(block)
         if busy:
@@ -792,6 +856,7 @@ class Cache(Stage):
     def reclaim(self) -> None:
         """Free retired blocks that nobody has open any more, also not a process that they were lent to."""
         for block in [block for block in self._retired if not self._in_use(block)]:
+            self.before_free()
             os.unlink(self._path(block))
             self._retired.discard(block)
             self.count(-block.charge)
@@ -823,17 +888,6 @@ def _open_elsewhere(path: str) -> bool:
         return True
     finally:
         os.close(fd)
-    return False
-
-
-def writable_elsewhere(fd: int) -> bool:
-    """Whether the file behind *fd* is open for writing anywhere; *fd* itself must be read-only."""
-    try:
-        fcntl.fcntl(fd, _F_SETSIG, signal.SIGURG)
-        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_RDLCK)
-    except BlockingIOError:
-        return True
-    fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
     return False
 
 
