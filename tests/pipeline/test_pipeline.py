@@ -471,6 +471,28 @@ def test_a_block_renamed_in_mid_write_back_has_one_name_below(make_rig: Callable
     rig.run(test)
 
 
+@pytest.mark.parametrize("below", [True, False])
+def test_a_block_renamed_twice_leaves_nothing_behind(make_rig: Callable[..., Rig], below: bool) -> None:
+    """Also where the first time it replaces a block that nothing is below of, and it has an older version below."""
+    rig = make_rig()
+
+    async def test() -> None:
+        if below:
+            await rig.put("x", b"old")
+            await rig.pipeline.flush()
+        for name in ("x", "y"):
+            await rig.pipeline.lookup([name])
+            await rig.put(name, name.encode())
+        await rig.pipeline.rename("x", "y")
+        await rig.pipeline.rename("y", "z")
+        assert await rig.get("z") == b"x"
+        assert await rig.pipeline.lookup(["x", "y"]) == [None, None]
+        await rig.pipeline.flush()
+        assert sorted(os.listdir(rig.roots[0])) == [".ucmfs", "z"]
+
+    rig.run(test)
+
+
 def test_a_changed_mode_in_mid_write_back_goes_down_too(make_rig: Callable[..., Rig]) -> None:
     rig = make_rig(write_back_interval=0.01)
 

@@ -555,9 +555,9 @@ class Cache(Stage):
             return block
         self._make_parents(new)
         there = self.blocks.get(new)
-        block.below = None
+        # Where something may be below under the old name, it is renamed there too.
+        block.below = there.below if there is not None and block.below is False else None
         if there is not None:
-            block.below = there.below
             self._retire(there, keep_path=there.dirty == block.dirty)
         source = self._path(block)
         del self.blocks[old]
