@@ -7,6 +7,7 @@ import os
 import queue
 import random
 import socket
+import struct
 import threading
 from collections.abc import Iterator
 
@@ -354,7 +355,7 @@ def test_the_names_of_what_must_not_be_done_twice(opcode: int, before: int, name
 
 def test_what_a_new_daemon_is_told() -> None:
     requests = [bytes(40), b"x" * 41]
-    leases = [(64, 5, 1, True), (1 << 40, 0, 2, False)]
+    leases = [(64, 5, 1, 3, True), (1 << 40, 0, 2, 0, False)]
     known = (3, {1, 2, 1 << 31}, leases, requests)
     assert wire.unpack_known(wire.pack_known(*known)) == known
     assert wire.unpack_known(wire.pack_known(0, set(), [], [])) == (0, set(), [], [])
@@ -397,7 +398,7 @@ def test_a_leased_inode_is_opened_and_closed_here(ends: Ends) -> None:
     lease(ends, 1, 7)
     first, second = opened(ends, 2), opened(ends, 4, os.O_RDONLY | os.O_DIRECT)
     close(ends, 6, second)
-    assert [wire.unpack_report(report) for report in ends.forwarder.leases.news()] == [[(1, 2, 1, False)]]
+    assert [wire.unpack_report(report) for report in ends.forwarder.leases.news()] == [[(1, 2, 1, 0, False)]]
     assert ends.forwarder.leases.news() == []
     for unique, flags in ((8, os.O_RDWR), (10, os.O_WRONLY), (12, os.O_RDONLY | os.O_TRUNC)):
         ends.ask(wire.OPEN, unique, asked(flags))  # the daemon's
@@ -412,17 +413,17 @@ def test_a_lease_is_over_when_it_is_recalled_and_nothing_is_open(ends: Ends) -> 
     lease(ends, 1, 7)
     handle = opened(ends, 2)
     ends.daemon.send(wire.lease_message(wire.RECALL, 1))
-    assert ends.told() == [(1, 1, 1, True)]
+    assert ends.told() == [(1, 1, 1, 0, True)]
     ends.ask(wire.OPEN, 4, asked())  # the daemon's again
     ends.answer(4, open_reply(4))
     close(ends, 6, handle)
-    assert ends.told() == [(1, 0, 0, True)]
+    assert ends.told() == [(1, 0, 0, 0, True)]
     lease(ends, 1, 7)
     close(ends, 8, opened(ends, 10))
     ends.daemon.send(wire.lease_message(wire.RECALL, 1))
-    assert ends.told() == [(1, 1, 0, True)]
+    assert ends.told() == [(1, 1, 0, 0, True)]
     ends.daemon.send(wire.lease_message(wire.RECALL, 1))
-    assert ends.told() == [(1, 0, 0, True)]  # of none
+    assert ends.told() == [(1, 0, 0, 0, True)]  # of none
 
 
 def test_leases_end_with_the_daemon_but_not_what_was_opened(ends: Ends) -> None:
@@ -430,13 +431,13 @@ def test_leases_end_with_the_daemon_but_not_what_was_opened(ends: Ends) -> None:
     lease(ends, 2, 8)
     handle = opened(ends, 2)
     ends.kill_daemon()
-    assert sorted(ends.forwarder.leases.hand_over()) == [(1, 1, 1, True), (2, 0, 0, True)]
+    assert sorted(ends.forwarder.leases.hand_over({})) == [(1, 1, 1, 0, True), (2, 0, 0, 0, True)]
     ends.new_daemon()
     ends.ask(wire.OPEN, 4, asked())
     ends.answer(4, open_reply(4))
     close(ends, 6, handle)
-    assert ends.told() == [(1, 0, 0, True)]
-    assert ends.forwarder.leases.hand_over() == []
+    assert ends.told() == [(1, 0, 0, 0, True)]
+    assert ends.forwarder.leases.hand_over({}) == []
 
 
 def test_nonsense_about_leases(ends: Ends, capfd: pytest.CaptureFixture[str]) -> None:
@@ -461,4 +462,159 @@ def test_reports_are_of_bounded_length() -> None:
         leases.open(node, os.O_RDONLY)
     reports = [wire.unpack_report(report) for report in leases.news()]
     assert [len(report) for report in reports] == [wire.MOST_REPORTED, wire.MOST_REPORTED, 1]
-    assert [row for report in reports for row in report] == [(node, 1, 1, False) for node in range(401)]
+    assert [row for report in reports for row in report] == [(node, 1, 1, 0, False) for node in range(401)]
+
+
+# Names
+
+
+def lookup(ends: Ends, unique: int, name: bytes, *, reaches: bool) -> bytes | None:
+    """What the kernel gets for a LOOKUP in directory 1; None where the daemon is asked."""
+    ends.ask(wire.LOOKUP, unique, name + b"\0", reaches=reaches)
+    if reaches:
+        ends.answer(unique, error=-errno.EIO)
+        return None
+    return ends.kernel.recv(1000)
+
+
+def entry(node: int, size: int = 0) -> bytes:
+    times = (5 * 10**9 + 1, 6 * 10**9 + 2, 7 * 10**9 + 3)
+    return wire.pack_entry(node, 1.5, size=size, times=times, mode=0o100600, links=1, uid=3, gid=4, block=4096)
+
+
+def list_names(ends: Ends, *names: bytes, until: float = 1e12) -> None:
+    ends.daemon.send(wire.list_message(1, until, entry(1), names))
+    settle(ends)
+
+
+def settle(ends: Ends) -> None:
+    """What the daemon sent before is heeded."""
+    ends.ask(wire.STATFS, 1000)
+    ends.answer(1000)
+
+
+def test_an_entry_is_what_the_kernel_expects() -> None:
+    """The numbers of include/uapi/linux/fuse.h."""
+    packed = entry(9, 10_000)
+    assert len(packed) == wire.ENTRY_OUT_SIZE
+    numbers = struct.unpack("<QQQQII6Q10I", packed)
+    assert numbers[:6] == (9, 0, 1, 1, 500_000_000, 500_000_000)
+    assert numbers[6:12] == (9, 10_000, 20, 5, 6, 7)
+    assert numbers[12:] == (1, 2, 3, 0o100600, 1, 3, 4, 0, 4096, 0)
+    attributes = wire.attributes_of(packed)
+    assert len(attributes) == 104
+    assert struct.unpack_from("<QII", attributes) == (1, 500_000_000, 0)
+    assert attributes[16:] == packed[40:]
+
+
+def test_names_that_are_not_there(ends: Ends) -> None:
+    names = [b"name%d" % number for number in range(1000)]
+    list_names(ends, *names)
+    assert lookup(ends, 2, b"none", reaches=False) == wire.error_reply(2, errno.ENOENT)
+    for unique, name in enumerate(names[::100], 3):
+        lookup(ends, unique, name, reaches=True)
+    ends.ask(wire.GETATTR, 2, reaches=False)
+    assert ends.kernel.recv(1000)[16:] == wire.attributes_of(entry(1))
+    list_names(ends, until=0.0)
+    lookup(ends, 4, b"none", reaches=True)
+    ends.ask(wire.GETATTR, 2)
+    ends.answer(2)
+
+
+REQUESTS = {
+    wire.CREATE: bytes(16) + b"made\0",
+    wire.MKNOD: bytes(16) + b"made\0",
+    wire.MKDIR: bytes(8) + b"made\0",
+    wire.SYMLINK: b"made\0target\0",
+    wire.LINK: bytes(8) + b"made\0",
+    wire.RENAME: wire.NODE.pack(1) + b"old\0made\0",
+    wire.RENAME2: wire.NODE.pack(1) + bytes(8) + b"old\0made\0",
+}
+
+
+@pytest.mark.parametrize("opcode", REQUESTS)
+def test_a_name_that_is_made_is_there_from_the_request_on(ends: Ends, opcode: int) -> None:
+    list_names(ends)
+    assert lookup(ends, 2, b"made", reaches=False) is not None
+    ends.ask(opcode, 4, REQUESTS[opcode])
+    lookup(ends, 6, b"made", reaches=True)
+    assert lookup(ends, 8, b"else", reaches=False) is not None
+    # A list from before the daemon did it would not have it.
+    ends.daemon.send(wire.list_message(1, 1e12, entry(1), []))
+    settle(ends)
+    lookup(ends, 10, b"made", reaches=True)
+    ends.answer(4, error=-errno.EIO)
+    list_names(ends)
+    assert lookup(ends, 12, b"made", reaches=False) is not None
+
+
+def test_names_of_leased_inodes(ends: Ends) -> None:
+    ends.daemon.send(wire.lease_message(wire.GRANT, 9, 5, (1, b"x", entry(9))))
+    settle(ends)
+    for unique in (2, 4):
+        assert lookup(ends, unique, b"x", reaches=False) == wire.OUT_HEADER.pack(144, 0, unique) + entry(9)
+    lookup(ends, 6, b"y", reaches=True)
+    # It is renamed, and the daemon says so.
+    ends.daemon.send(wire.lease_message(wire.GRANT, 9, 5, (1, b"y", entry(9, 1))))
+    settle(ends)
+    lookup(ends, 8, b"x", reaches=True)
+    assert lookup(ends, 10, b"y", reaches=False) == wire.OUT_HEADER.pack(144, 0, 10) + entry(9, 1)
+    ends.ask(wire.UNLINK, 12, b"y\0")
+    lookup(ends, 14, b"y", reaches=True)
+    ends.answer(12)
+    ends.daemon.send(wire.lease_message(wire.GRANT, 9, 5, (1, b"z", entry(9))))
+    settle(ends)
+    ends.daemon.send(wire.lease_message(wire.RECALL, 9))
+    settle(ends)
+    lookup(ends, 16, b"z", reaches=True)
+    # What was looked up here is the daemon's to count from now on.
+    assert ends.told() == [(9, 0, 0, 3, True)]
+    ends.ask(wire.FORGET, 18, struct.pack("<Q", 4))
+    ends.ask(wire.BATCH_FORGET, 20, struct.pack("<IIQQQQ", 2, 0, 9, 2, 11, 3))
+
+
+def test_forgets_of_what_was_looked_up_here_end_here(ends: Ends) -> None:
+    ends.daemon.send(wire.lease_message(wire.GRANT, 9, 5, (1, b"x", entry(9))))
+    settle(ends)
+    for unique in (2, 4, 6):
+        lookup(ends, unique, b"x", reaches=False)
+    ends.ask(wire.BATCH_FORGET, 8, struct.pack("<IIQQ", 1, 0, 9, 2), reaches=False)
+    ends.ask(wire.BATCH_FORGET, 10, struct.pack("<IIQQQQ", 2, 0, 11, 3, 9, 5), reaches=False)
+    told = ends.daemon.recv(1000)
+    assert told[40:] == struct.pack("<IIQQQQ", 2, 0, 11, 3, 9, 4)
+    assert wire.IN_HEADER.unpack_from(told)[:3] == (len(told), wire.BATCH_FORGET, 10)
+
+
+def test_the_next_daemon_tells_of_names_anew(ends: Ends) -> None:
+    ends.daemon.send(wire.lease_message(wire.GRANT, 9, 5, (1, b"x", entry(9))))
+    list_names(ends, b"x")
+    ends.kill_daemon()
+    assert ends.forwarder.entries.hand_over() == {}
+    ends.new_daemon()
+    lookup(ends, 2, b"x", reaches=True)
+    lookup(ends, 4, b"none", reaches=True)
+
+
+def test_a_flush_is_answered_and_passed_on(ends: Ends) -> None:
+    request = ends.ask(wire.FLUSH, 2, wire.FLUSH_IN.pack(7 << 32 | 3) + bytes(16))
+    assert ends.kernel.recv(100) == wire.OUT_HEADER.pack(16, 0, 2)
+    ends.kill_daemon()
+    ends.new_daemon()
+    assert ends.daemon.recv(1000) == request
+    ends.reply(2)
+    ends.ask(wire.GETATTR, 4)
+    assert ends.answer(4) == wire.OUT_HEADER.pack(16, 0, 4)
+    assert ends.forwarder.complaints == 0
+
+
+def test_no_file_is_a_terminal(ends: Ends) -> None:
+    ends.ask(wire.IOCTL, 2, bytes(32), reaches=False)
+    assert ends.kernel.recv(100) == wire.error_reply(2, errno.ENOTTY)
+
+
+def test_xattrs_that_there_are_not(ends: Ends) -> None:
+    for name in (b"security.capability", b"system.posix_acl_access", b"trusted.x"):
+        ends.ask(wire.GETXATTR, 2, bytes(8) + name + b"\0", reaches=False)
+        assert ends.kernel.recv(100) == wire.error_reply(2, errno.ENODATA)
+    ends.ask(wire.GETXATTR, 4, bytes(8) + b"user.mine\0")
+    ends.answer(4, b"1")

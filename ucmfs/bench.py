@@ -202,7 +202,7 @@ def _transfers(work: Path, settle: Settle, *, size: int, threads: int, random: m
     }
     total = size * count
     while True:
-        # A virtual machine may have to be given memory that it did not use just before, which takes longer than all else.
+        # A virtual machine may have to be given memory that it did not use just before, which takes long.
         for name, data in files.items():
             _write(name, data)
         for name in files:

@@ -159,8 +159,10 @@ class _Mount:
                 self._link.send_between,
                 self._link.ask_leases,
                 self._pipeline.cache.capacity,
+                named=self._operations.entry_of,
                 over=self._operations.lease_over,
                 hit=self._operations.hit,
+                looked_up=self._operations.inodes.looked_up,
             )
             self._pipeline.room.on_pressure = self._grants.recall_all
             if self._write_refusal is not None:
@@ -350,15 +352,19 @@ class _Mount:
         return self._refusal or self._pipeline.ahead.refusal
 
     async def _stats(self) -> dict[str, Any]:
-        if self._grants is not None:
-            await self._grants.sync()
+        grants = self._grants
+        if grants is not None:
+            await grants.sync()
+        leases, opens, listed = (0, 0, 0) if grants is None else (len(grants), grants.opens, grants.listed)
         return {
             "version": version("ucmfs"),
             "pid": os.getpid(),
             "mount_point": str(self._mount_point),
             "uptime_s": round(time.time() - self._started, 3),
             "inodes": len(self._operations.inodes),
-            "open_files": len(self._operations.inodes.handles) + (self._grants.opens if self._grants else 0),
+            "open_files": len(self._operations.inodes.handles) + opens,
+            "leases": leases,
+            "listed_directories": listed,
             "data_path": "daemon" if self._refusal else "passthrough",
             "data_path_reason": self._refusal,
             "write_path": "daemon" if self._write_refusal else "passthrough",

@@ -55,7 +55,7 @@ class Trapped(Mounted):
 def trapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Trapped]:
     """Its parameter: whether there is passthrough."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    mounted = Trapped(tmp_path, {"passthrough": getattr(request, "param", True)})
+    mounted = Trapped(tmp_path, {"passthrough": getattr(request, "param", True), "consistency_ttl": 0.001})
     mounted.start()
     yield mounted
     mounted.end()
@@ -171,7 +171,7 @@ CASES: list[Case] = [
     ("write", a_block, change_in_place),
     ("release", a_block, change_in_place),
     ("write", a_block, append),
-    ("lookup", a_block, lambda root: os.stat(root / "a").st_size),
+    ("lookup", an_unleased_block, lambda root: os.stat(root / "a").st_size),
     ("lookup", nothing, lambda root: os.stat(root / "none")),
     ("open", an_unleased_block, read),
     ("read", an_unleased_block, read),
@@ -259,6 +259,9 @@ def test_every_handler_killed(trapped: Trapped, tmp_path: Path, point: str, case
         assert trapped.was_reached(), f"case {number}: {handler} was not reached"
         assert results[0] == results[1], f"case {number}: {handler}"
         assert tree(roots[0]) == tree(roots[1]), f"case {number}: {handler}"
+    subprocess.run(["rm", "-r", *(trapped.point / str(number) for number in range(len(cases)))], check=True)
+    while trapped.stats()["stages"][0]["used"]:
+        pass
     stats = trapped.stats()
     assert stats["restarts"] == len(cases)
     assert stats["open_files"] == 0

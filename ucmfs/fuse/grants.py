@@ -7,6 +7,7 @@ they are not used, or when room is needed.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
@@ -30,12 +31,14 @@ IDLE = 2.0
 class Grant:
     """One lease. `opens` is what the relay last said, so that it may be more by now unless `returned` is set."""
 
-    __slots__ = ("inode", "opens", "recalled", "returned", "size", "used_at")
+    __slots__ = ("inode", "opens", "recalled", "returned", "sent", "size", "used_at")
 
     def __init__(self, inode: Inode, size: int) -> None:
         self.inode = inode
         self.size = size
         self.opens = 0
+        self.sent = False
+        """Whether the relay was told of it."""
         self.recalled = False
         self.returned = trio.Event()
         """The relay opens it no more."""
@@ -45,8 +48,9 @@ class Grant:
 class Grants:
     """All leases of a mount.
 
-    *send* puts a message among the daemon's replies, False if it cannot now. *over* is called for an inode whose lease
-    is over, *hit* with the number of opens that the relay answered. Touched on the trio loop only.
+    *send* puts a message among the daemon's replies, False if it cannot now. *named* gives what the relay may answer a
+    LOOKUP of an inode with. *over* is called for an inode whose lease is over, *hit* with the number of opens that the
+    relay answered, *looked_up* with lookups of an inode that it leaves to us to count. Touched on the trio loop only.
     """
 
     def __init__(
@@ -55,20 +59,30 @@ class Grants:
         sync: Callable[[], None],
         capacity: int,
         *,
+        named: Callable[[Inode], wire.Named | None],
         over: Callable[[Inode], None],
         hit: Callable[[int], None],
+        looked_up: Callable[[Inode, int], None],
     ) -> None:
         self._send = send
         self._sync = sync
         self._most_bytes = capacity // SHARE
+        self._named = named
         self._over = over
         self._hit = hit
+        self._looked_up = looked_up
         self._grants: dict[int, Grant] = {}
         """By inode number, the longest unused first as far as reports tell."""
         self._bytes = 0
         self._new: list[Grant] = []
+        self._listed: dict[int, float] = {}
+        """By directory, until when (of trio's clock) the relay has its names."""
+        self._unlisted: dict[int, trio.Event] = {}
         self._synced: trio.Event | None = None
         self._closed = False
+
+    def __len__(self) -> int:
+        return len(self._grants)
 
     @property
     def opens(self) -> int:
@@ -88,11 +102,17 @@ class Grants:
         self._bytes += size
         return grant
 
+    def renew(self, inode: Inode) -> None:
+        """The name or the attributes of *inode* changed: if it is leased, tell the relay with the next send_new()."""
+        grant = inode.lease
+        if grant is not None and not grant.recalled and grant not in self._new:
+            self._new.append(grant)
+
     def restore(self, inode: Inode, size: int, opens: int) -> None:
         """A daemon before this one leased *inode*, which is recalled, but *opens* handles are still open."""
         grant = self._add(inode, size)
         grant.opens = opens
-        grant.recalled = True
+        grant.sent = grant.recalled = True
         grant.returned.set()
 
     def send_new(self) -> None:
@@ -101,8 +121,11 @@ class Grants:
             inode = grant.inode
             if grant.recalled:
                 continue
-            if not self._send(wire.lease_message(wire.GRANT, inode.number, inode.backing)):
-                self._end(grant)
+            if not self._send(wire.lease_message(wire.GRANT, inode.number, inode.backing, self._named(inode))):
+                if not grant.sent:
+                    self._end(grant)
+            else:
+                grant.sent = True
         self._new.clear()
         excess = len(self._grants) - MOST
         for grant in list(self._grants.values()) if excess > 0 or self._bytes > self._most_bytes else ():
@@ -123,6 +146,7 @@ class Grants:
         grant.recalled = True
         if grant in self._new:
             self._new.remove(grant)
+        if not grant.sent:
             self._end(grant)
         elif not self._send(wire.lease_message(wire.RECALL, inode.number)):
             # The relay is gone, or reads nothing: then it answers nothing either.
@@ -149,12 +173,17 @@ class Grants:
 
     def heard(self, report: Iterable[wire.Reported]) -> None:
         """What the relay says."""
-        for number, hits, opens, recalled in report:
+        for number, hits, opens, lookups, recalled in report:
             self._hit(hits)
             grant = self._grants.get(number)
             if grant is None:
+                unlisted = self._unlisted.pop(number, None)
+                if unlisted is not None:
+                    unlisted.set()
                 continue
             grant.opens = opens
+            if lookups:
+                self._looked_up(grant.inode, lookups)
             if hits:
                 grant.used_at = trio.current_time()
                 self._grants[number] = self._grants.pop(number)
@@ -170,6 +199,38 @@ class Grants:
         self._bytes -= grant.size
         grant.inode.lease = None
         self._over(grant.inode)
+
+    # Names that are not there
+
+    @property
+    def listed(self) -> int:
+        """How many directories the relay has all names of."""
+        now = trio.current_time()
+        return sum(until >= now for until in self._listed.values())
+
+    def is_listed(self, directory: Inode, until: float) -> bool:
+        """Whether the relay was told of all names of *directory* that are known until then."""
+        return self._closed or self._listed.get(directory.number, 0.0) >= until
+
+    def list_names(self, directory: Inode, until: float, entry: bytes, names: Iterable[bytes]) -> None:
+        """Have the relay say of all names but *names*, until then, that they are not in *directory*.
+
+        *entry* is what is told of the directory itself, for whoever looks for a name asks for that too.
+        """
+        message = wire.list_message(directory.number, time.monotonic() + until - trio.current_time(), entry, names)
+        while len(self._listed) >= MOST:
+            del self._listed[next(iter(self._listed))]
+        if self._send(message):
+            self._listed[directory.number] = until
+
+    async def unlist_names(self, directory: Inode) -> None:
+        """Names are made in *directory* past the relay: wait until it says of none any more that it is not there."""
+        until = self._listed.pop(directory.number, 0.0)
+        if until < trio.current_time() or self._closed:
+            return
+        unlisted = self._unlisted.setdefault(directory.number, trio.Event())
+        if self._send(wire.lease_message(wire.RECALL, directory.number)):
+            await unlisted.wait()
 
     async def sync(self) -> None:
         """Hear all that the relay counted so far, and of every lease that was recalled."""
@@ -192,4 +253,6 @@ class Grants:
         self._closed = True
         for grant in list(self._grants.values()):
             grant.returned.set()
+        for unlisted in self._unlisted.values():
+            unlisted.set()
         self.synced()

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Set
 import pyfuse3
 import trio
 
-from ucmfs.block import Attributes
+from ucmfs.block import Attributes, parent_of
 from ucmfs.fuse.grants import Grant
 from ucmfs.fuse.journal import Gone, HandleRecord, InodeRecord, NumbersRecord, Record, WritingRecord
 from ucmfs.stages.cache import OpenBlock, Staging
@@ -355,9 +355,9 @@ class Inodes:
         self.touch(inode)
         return inode
 
-    def looked_up(self, inode: Inode) -> None:
-        """The kernel is told of *inode* once more."""
-        inode.lookups += 1
+    def looked_up(self, inode: Inode, count: int = 1) -> None:
+        """The kernel is told of *inode* once more, or was told *count* times."""
+        inode.lookups += count
         self.touch(inode)
 
     def detach(self, inode: Inode) -> None:
@@ -440,6 +440,10 @@ class Inodes:
     def written(self, name: str) -> list[Inode]:
         """The inodes being written under *name*, oldest first."""
         return self._writings.get(name, [])
+
+    def written_in(self, directory: str) -> Iterator[str]:
+        """Names in *directory* itself that are being written."""
+        return (name for name in self._writings if parent_of(name) == directory)
 
     def written_below(self, directory: str) -> Iterator[str]:
         """Names below *directory* that are being written."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Mapping
 
 from ucmfs.fuse import wire
 
@@ -58,15 +59,15 @@ class Leases:
                 self._standing[node] = self._open[lease.serial] = lease
                 self._next = self._next % wire.OUR_HALF + 1
 
-    def recall(self, node: int) -> bytes:
-        """Answer no opens of *node* any more; give what the daemon is to be told."""
+    def recall(self, node: int, lookups: int) -> bytes:
+        """Answer no opens of *node* any more; give what the daemon is to be told, with *lookups*."""
         with self._lock:
             lease = self._standing.pop(node, None)
             if lease is None:
                 # Of none, all is over.
-                return wire.pack_report([(node, 0, 0, True)])
+                return wire.pack_report([(node, 0, 0, lookups, True)])
             lease.recalled = True
-            return wire.pack_report([self._tell(lease)])
+            return wire.pack_report([self._tell(lease, lookups)])
 
     def open(self, node: int, flags: int) -> bytes | None:
         """The body of the reply to an OPEN of *node*, or None where the daemon must answer."""
@@ -99,18 +100,21 @@ class Leases:
         most = wire.MOST_REPORTED
         return [wire.pack_report(rows[at : at + most]) for at in range(0, len(rows), most)]
 
-    def hand_over(self) -> list[tuple[int, int, int, bool]]:
-        """The daemon is dead: recall all leases. What was opened under them stays open, and is told to the next."""
+    def hand_over(self, lookups: Mapping[int, int]) -> list[wire.Reported]:
+        """The daemon is dead: recall all leases. What was opened under them stays open, and is told to the next.
+
+        So are *lookups*, by node.
+        """
         with self._lock:
             self._standing.clear()
             rows = []
             for lease in list(self._open.values()):
                 lease.recalled = True
-                rows.append(self._tell(lease))
+                rows.append(self._tell(lease, lookups.get(lease.node, 0)))
             return rows
 
-    def _tell(self, lease: Lease) -> tuple[int, int, int, bool]:
-        row = (lease.node, lease.hits, lease.opens, lease.recalled)
+    def _tell(self, lease: Lease, lookups: int = 0) -> wire.Reported:
+        row = (lease.node, lease.hits, lease.opens, lookups, lease.recalled)
         lease.hits = 0
         lease.told = True
         if lease.recalled and not lease.opens:

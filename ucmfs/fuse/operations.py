@@ -28,14 +28,23 @@ import msgspec
 import pyfuse3
 import trio
 
-from ucmfs.block import OWN_XATTRS, Attributes, Changes, check_name, child_of, looks_like_lock, looks_temporary
+from ucmfs.block import (
+    OWN_XATTRS,
+    Attributes,
+    Changes,
+    check_name,
+    child_of,
+    looks_like_lock,
+    looks_temporary,
+    parent_of,
+)
 from ucmfs.errors import BlockExists, BlockNotFound, UcmfsError
 from ucmfs.fuse import wire
 from ucmfs.fuse.grants import Grants
 from ucmfs.fuse.inodes import STAT_BLOCK, Inode, Inodes, Writing, entry_attributes
 from ucmfs.fuse.journal import Gone, InodeRecord, Journal, ListingRecord, Recalled, Record, VirtualRecord
 from ucmfs.fuse.passthrough import Backing
-from ucmfs.fuse.process import being_killed, lineage, process_of
+from ucmfs.fuse.process import lineage, process_of
 from ucmfs.fuse.virtual import DIRECTORY_NAME, Virtual
 from ucmfs.pipeline.pipeline import Pipeline
 from ucmfs.stages.base import Entry
@@ -170,8 +179,9 @@ class Operations(pyfuse3.Operations):
         if recalled.numbers is not None:
             inodes.restore_numbers(recalled.numbers)
         blocks = self.pipeline.cache.by_file()
-        opens = {number: count for number, _, count, _ in leased if count}
-        self.hit(sum(hits for _, hits, _, _ in leased))
+        opens = {number: count for number, _, count, _, _ in leased if count}
+        lookups = {number: count for number, _, _, count, _ in leased}
+        self.hit(sum(hits for _, hits, _, _, _ in leased))
         for record in recalled.inodes.values():
             kept = []
             for handle in recalled.handles.get(record.number, ()):
@@ -181,6 +191,7 @@ class Operations(pyfuse3.Operations):
                     record = msgspec.structs.replace(record, lookups=record.lookups - 1)
             if record.number != pyfuse3.ROOT_INODE:
                 inode = inodes.restore(record, kept)
+                inode.lookups += lookups.get(record.number, 0)
                 if self.grants is not None and record.number in opens:
                     self.grants.restore(inode, record.size, opens[record.number])
                 await self._reopen(inode, record, blocks)
@@ -194,6 +205,9 @@ class Operations(pyfuse3.Operations):
         for request in repeated:
             _, opcode, _, node, _, _, pid, *_ = wire.IN_HEADER.unpack_from(request)
             self._repeated[opcode, node, pid, wire.names_in(request)] += 1
+        if self.backing is not None and self.pipeline.cache.lock is not None:
+            known = {inode.backing for inode in inodes}
+            self.backing.close_lost(self.pipeline.cache.lock, known)
         self.pipeline.cache.drop_leftovers()
 
     async def _reopen(self, inode: Inode, record: InodeRecord, blocks: Mapping[int, Cached]) -> None:
@@ -276,6 +290,10 @@ class Operations(pyfuse3.Operations):
         if self.grants is not None:
             self.grants.recall(inode)
 
+    def _renew(self, inode: Inode) -> None:
+        if self.grants is not None:
+            self.grants.renew(inode)
+
     async def _take_back(self, inode: Inode) -> None:
         if self.grants is not None:
             await self.grants.take_back(inode)
@@ -347,6 +365,9 @@ class Operations(pyfuse3.Operations):
             attributes = inode.writing.staging.attributes()
             ttl = 0
         entry = entry_attributes(inode.number, attributes, ttl)
+        if inode.writing is not None:
+            # What changes them does so through the kernel.
+            entry.attr_timeout = self._ttl
         if inode.orphan:
             entry.st_nlink = 0
         return entry
@@ -355,9 +376,53 @@ class Operations(pyfuse3.Operations):
     async def lookup(self, parent: int, name: bytes, ctx: pyfuse3.RequestContext) -> pyfuse3.EntryAttributes:
         if self.virtual.owns(parent) or (parent == pyfuse3.ROOT_INODE and name == DIRECTORY_NAME):
             return self.virtual.lookup(parent, name)
-        inode = await self._find(self._path(parent, name), ctx.pid)
+        path = self._path(parent, name)
+        try:
+            inode = await self._find(path, ctx.pid)
+        except BlockNotFound:
+            self._tell_names(self.inodes.get(parent))
+            raise
         self.inodes.looked_up(inode)
         return self._entry(inode)
+
+    def _tell_names(self, directory: Inode) -> None:
+        """A name is missed in *directory*: have the relay answer for the next ones, where all names are known."""
+        if self.grants is None or directory.orphan:
+            return
+        until = self.pipeline.known_until(directory.name)
+        if until is None or self.grants.is_listed(directory, until):
+            return
+        names = self.pipeline.names_in(directory.name)
+        if names is not None:
+            prefix = child_of(directory.name, "")
+            names.update(name[len(prefix) :] for name in self.inodes.written_in(directory.name))
+            if directory.number == pyfuse3.ROOT_INODE:
+                names.add(os.fsdecode(DIRECTORY_NAME))
+            attributes = self.pipeline.peek(directory.name) or directory.attributes
+            entry = self._pack_entry(directory, attributes)
+            self.grants.list_names(directory, until, entry, map(os.fsencode, names))
+
+    def entry_of(self, inode: Inode) -> wire.Named | None:
+        """The entry of a leased inode, as the relay may give it."""
+        parent, _, name = inode.name.rpartition("/")
+        directory = self.inodes.named(parent)
+        if directory is None or self.inodes.named(inode.name) is not inode:
+            return None
+        attributes = self.pipeline.peek(inode.name) or inode.attributes
+        return directory.number, os.fsencode(name), self._pack_entry(inode, attributes)
+
+    def _pack_entry(self, inode: Inode, attributes: Attributes) -> bytes:
+        return wire.pack_entry(
+            inode.number,
+            self._ttl,
+            size=attributes.size,
+            times=(attributes.atime_ns, attributes.mtime_ns, attributes.mtime_ns),
+            mode=attributes.mode,
+            links=2 if attributes.is_directory else 1,
+            uid=attributes.uid,
+            gid=attributes.gid,
+            block=STAT_BLOCK,
+        )
 
     async def forget(self, inode_list: Sequence[tuple[int, int]]) -> None:
         for number, lookups in inode_list:
@@ -425,6 +490,7 @@ class Operations(pyfuse3.Operations):
         if attributes is not None:
             inode.attributes = attributes
             self.inodes.touch(inode)
+        self._renew(inode)
 
     async def _truncate(self, inode: Inode, size: int) -> None:
         if inode.is_directory:
@@ -916,14 +982,18 @@ class Operations(pyfuse3.Operations):
 
     @handler
     async def flush(self, fh: int) -> None:
+        killed = bool(fh & wire.KILLED)
         fh &= wire.OUR_HALF
         if self.virtual.has_open(fh):
             return
-        handle = self.inodes.handles[fh]
+        # Where a daemon before this one closed it, whoever closed it has his answer.
+        handle = self.inodes.handles.get(fh)
+        if handle is None:
+            return
         handle.flushed = True
         writing = handle.inode.writing
         if handle.writable and writing is not None:
-            writing.killed = not writing.in_place and being_killed(handle.opener)
+            writing.killed = not writing.in_place and killed
             self.inodes.touch(handle.inode)
 
     @handler
@@ -1108,6 +1178,7 @@ class Operations(pyfuse3.Operations):
             published = self.inodes.named(old)
             if published is not None:
                 self.inodes.rename(published, new)
+                self._renew(published)
         for other in list(self.inodes.written(new)):
             # Who was writing there loses the name, as on any file system.
             self.inodes.detach(other)
@@ -1155,6 +1226,7 @@ class Operations(pyfuse3.Operations):
 
     async def changed_elsewhere(self, path: str) -> None:
         """A block was published or removed over the socket: the kernel must look again, and the relay."""
+        await self._unlist(path)
         inode = self.inodes.named(path)
         if inode is None:
             return
@@ -1165,6 +1237,14 @@ class Operations(pyfuse3.Operations):
             pyfuse3.invalidate_entry_async(parent.number, name, ignore_enoent=True)
         self.commit()
         await self._take_back(inode)
+
+    async def _unlist(self, path: str) -> None:
+        """*path* may be new, and directories above it."""
+        while path and self.grants is not None:
+            path = parent_of(path)
+            directory = self.inodes.named(path)
+            if directory is not None:
+                await self.grants.unlist_names(directory)
 
     def close_all(self) -> None:
         """The mount is gone: let go of every staging file and descriptor; what was being written is dropped."""

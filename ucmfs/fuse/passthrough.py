@@ -5,10 +5,14 @@ from __future__ import annotations
 import fcntl
 import logging
 import struct
+from collections.abc import Set
 
 __all__ = ["Backing"]
 
 log = logging.getLogger(__name__)
+
+MOST_LOST = 64
+"""A handler opens one, and the journal knows of it when the handler is done."""
 
 _IOC_WRITE = 1
 
@@ -42,6 +46,16 @@ class Backing:
             self.refusal = f"the kernel does not take backing files ({error.strerror})"
             log.warning("no passthrough: %s; bytes go through the daemon", self.refusal)
             return 0
+
+    def close_lost(self, fd: int, known: Set[int]) -> None:
+        """Let go of the backing ids that a daemon opened just before it died, and that nothing is *known* of.
+
+        The kernel numbers them one after the other, and *fd* (any file that it takes) gets the next number.
+        """
+        last = self.open(fd)
+        for number in range(max(1, last - MOST_LOST), last + 1):
+            if number not in known:
+                self.close(number)
 
     def close(self, number: int) -> None:
         """Let go of backing id *number*; opens that use it keep the file."""

@@ -1,8 +1,13 @@
-"""What /proc says of a process that opened a file: which process it is, and whether it is being killed."""
+"""What /proc says of a process that opened or closes a file: which process it is, and whether it is being killed.
+
+Imported by the relay: only the standard library may be needed here.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from contextlib import suppress
 
 __all__ = ["being_killed", "lineage", "process_of"]
 
@@ -19,6 +24,10 @@ def process_of(pid: int) -> int:
     """
     if not pid:
         return 0
+    with suppress(OSError):
+        # There is one of a process, not of another of its threads; and it takes a fifth of the time of what follows.
+        os.close(os.pidfd_open(pid))
+        return pid
     try:
         with open(f"/proc/{pid}/status", "rb") as status:
             for line in status:

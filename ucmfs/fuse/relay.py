@@ -9,14 +9,16 @@ kernel, the requests that have no answer yet, which are asked again, and the des
 It copies messages, one SEQPACKET packet each, and looks into few:
 
 - The reply to INIT: accept passthrough where the kernel offers it, and keep pages when attributes change.
-- OPEN and RELEASE of leased inodes are answered here (leases.py), and GETXATTR of xattrs that there are not: the
-  kernel asks for `security.capability` before it writes, also what it writes by itself.
+- OPEN and RELEASE of leased inodes are answered here (leases.py), LOOKUP and GETATTR of them and of names that are not
+  there (entries.py), GETXATTR of xattrs that there are not (the kernel asks for `security.capability` before it writes,
+  also what it writes by itself), and IOCTL, for Python asks of each file that it opens whether it is a terminal.
+- FLUSH is answered here, and passed on with a mark if a signal ends the process that closes the file (process.py).
 - Replies to OPEN and CREATE: the upper half of `fh` is a backing id. Where the daemon put one, the kernel shall read
   and write the backing file by itself (FOPEN_PASSTHROUGH), and a read-only open needs no FLUSH. Which handles the
   kernel has been given, and has not released, is remembered for the next daemon.
 
 A reply to nothing that was asked goes nowhere; one that the kernel could not take fails the request that it belongs
-to. Started with `-I -S` and nothing of ucmfs but wire.py and leases.py: it shall be small and have no way to fail.
+to. Started with `-I -S` and nothing of ucmfs but what is named here: it shall be small and have no way to fail.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ if not __package__:
     # Started as a program, with a search path of the standard library only.
     sys.path.insert(0, str(Path(__file__).parents[2]))
 from ucmfs.fuse import wire
+from ucmfs.fuse.entries import MISSING, Entries
 from ucmfs.fuse.leases import Leases
+from ucmfs.fuse.process import being_killed
 
 __all__ = ["RESTART", "Forwarder", "Supervisor", "device_at"]
 
@@ -61,7 +65,7 @@ MOST_FAILURES, FAILURE_WINDOW = 5, 60.0
 """So many daemons that fail on start within so many seconds end the mount."""
 SETTLED = 0.2
 """Seconds that a daemon must have served to count as one that started."""
-SPARE_AFTER = 1.0
+SPARE_AFTER = 0.3
 """Seconds that a daemon serves until another is started to stand by: most of a start is loading modules."""
 REPORTS = 1.0
 """Seconds between reports of leases."""
@@ -71,6 +75,8 @@ SHUTDOWN = 120.0
 """Seconds that a daemon may take to end once the kernel ended the connection; it writes back what is dirty."""
 
 _XATTR_NAME = wire.IN_HEADER.size + wire.GETXATTR_NAME
+_OURS = frozenset({wire.LOOKUP, wire.GETATTR, wire.IOCTL, wire.OPEN, wire.RELEASE, wire.GETXATTR})
+"""Opcodes of requests that may be answered here."""
 _NOT_STARTED = 127
 _SO_SNDBUFFORCE = 32
 _PACKET_OVERHEAD = 32
@@ -104,6 +110,7 @@ class Forwarder:
         self._report = report
         """Tells the daemon of leases."""
         self.leases = Leases()
+        self.entries = Entries()
         self._lock = threading.Lock()
         self._daemon: socket.socket | None = None
         self._threads: list[threading.Thread] = []
@@ -193,11 +200,17 @@ class Forwarder:
             if opcode == wire.INTERRUPT:
                 # pyfuse3 heeds none, and libfuse would answer some.
                 continue
-            if opcode in (wire.OPEN, wire.RELEASE) and self._answer_leased(view):
+            if opcode in _OURS and self._answer_ourselves(view, opcode):
                 continue
-            if opcode == wire.GETXATTR and not bytes(view[_XATTR_NAME:]).startswith(wire.XATTRS):
-                self._write(wire.error_reply(unique, errno.ENODATA), unique)
-                continue
+            if opcode == wire.FLUSH:
+                self._answer_flush(view)
+            elif opcode == wire.SETATTR:
+                self.entries.change(wire.IN_HEADER.unpack_from(view)[3])
+            if opcode in wire.UNANSWERED:
+                forgotten = self.entries.forget(view)
+                if forgotten is None:
+                    continue
+                view = memoryview(forgotten)
             with self._lock:
                 if opcode == wire.INIT:
                     self._init = bytes(view)
@@ -207,6 +220,9 @@ class Forwarder:
                     else:
                         self._pending[unique] = view
                         buffer = self._spare.pop() if self._spare else bytearray(BUFFER)
+                if opcode in wire.CHANGES:
+                    # Before the daemon does it, and after it can be seen to be unanswered.
+                    self.entries.changes(view)
                 self._send(view)
         with self._lock:
             if self._daemon is not None:
@@ -216,23 +232,43 @@ class Forwarder:
         self.ended = True
         self._on_end()
 
-    def _answer_leased(self, request: memoryview) -> bool:
-        """Answer *request*, an OPEN or RELEASE, if it is of a leased inode."""
-        _, opcode, unique, node, *_ = wire.IN_HEADER.unpack_from(request)
-        if opcode == wire.OPEN:
-            opened = self.leases.open(node, wire.OPEN_IN.unpack_from(request, wire.IN_HEADER.size)[0])
-            if opened is None:
-                return False
-            body = opened
-        else:
-            body = b""
+    def _answer_ourselves(self, request: memoryview, opcode: int) -> bool:
+        """Answer *request*, of _OURS, if the daemon need not."""
+        _, _, unique, node, *_ = wire.IN_HEADER.unpack_from(request)
+        body: bytes | None
+        error = 0
+        if opcode == wire.LOOKUP:
+            body = self.entries.lookup(node, bytes(request[wire.IN_HEADER.size : -1]))
+            error = errno.ENOENT if body == MISSING else 0
+        elif opcode == wire.GETATTR:
+            body = self.entries.attributes(node)
+        elif opcode == wire.IOCTL:
+            body, error = b"", errno.ENOTTY
+        elif opcode == wire.OPEN:
+            body = self.leases.open(node, wire.OPEN_IN.unpack_from(request, wire.IN_HEADER.size)[0])
+        elif opcode == wire.RELEASE:
             ours, report = self.leases.release(wire.RELEASE_IN.unpack_from(request, wire.IN_HEADER.size)[0])
-            if not ours:
-                return False
+            body = b"" if ours else None
             if report is not None:
                 self._report(report)
-        self._write(wire.OUT_HEADER.pack(wire.OUT_HEADER.size + len(body), 0, unique) + body, unique)
+        else:
+            there_is = bytes(request[_XATTR_NAME:]).startswith(wire.XATTRS)
+            body, error = None if there_is else b"", errno.ENODATA
+        if body is None:
+            return False
+        self._write(wire.OUT_HEADER.pack(wire.OUT_HEADER.size + len(body), -error, unique) + body, unique)
         return True
+
+    def _answer_flush(self, request: memoryview) -> None:
+        """Tell who closes a file that all is well, and the daemon whether it does so because a signal ends it.
+
+        That is to be seen only while it waits.
+        """
+        _, _, unique, _, _, _, pid, *_ = wire.IN_HEADER.unpack_from(request)
+        if being_killed(pid):
+            (fh,) = wire.FLUSH_IN.unpack_from(request, wire.IN_HEADER.size)
+            wire.FLUSH_IN.pack_into(request, wire.IN_HEADER.size, fh | wire.KILLED)
+        self._write(wire.OUT_HEADER.pack(wire.OUT_HEADER.size, 0, unique), unique)
 
     def _read(self, buffer: bytearray) -> int:
         """One request; 0 when the kernel has ended the connection."""
@@ -279,7 +315,10 @@ class Forwarder:
                 self._write(reply, 0)
             return
         self.replies += 1
-        if length != len(reply):
+        if _opcode(request) == wire.FLUSH:
+            # It has its answer.
+            pass
+        elif length != len(reply):
             self.complain(f"a reply of {len(reply)} bytes that says {length}")
             self._write(wire.error_reply(unique, errno.EIO), unique)
         elif error or self._amend(reply, request):
@@ -295,16 +334,35 @@ class Forwarder:
             self._spare.append(request.obj)
 
     def _lease(self, message: memoryview, kind: int) -> None:
-        if len(message) != wire.OUT_HEADER.size + wire.LEASE.size:
+        if kind == wire.LIST:
+            listed = wire.unpack_list(message)
+            if listed is None:
+                self.complain(f"{len(message)} bytes about a directory")
+            elif not any(self._may_change(listed[0], request) for request in list(self._pending.values())):
+                self.entries.list(*listed)
+            return
+        if len(message) < wire.OUT_HEADER.size + wire.LEASE.size:
             self.complain(f"{len(message)} bytes about a lease")
             return
         node, backing = wire.LEASE.unpack_from(message, wire.OUT_HEADER.size)
+        try:
+            named = wire.unpack_named(message)
+        except ValueError:
+            self.complain(f"{len(message)} bytes about a name")
+            return
         if kind == wire.GRANT and 0 < backing < 1 << 31:
             self.leases.grant(node, backing)
+            if named is not None:
+                self.entries.grant(node, *named)
         elif kind == wire.RECALL:
-            self._report(self.leases.recall(node))
+            self._report(self.leases.recall(node, self.entries.recall(node)))
         else:
             self.complain(f"something unknown about a lease ({kind})")
+
+    @staticmethod
+    def _may_change(directory: int, request: bytes | memoryview) -> bool:
+        """Whether *request* makes a name in *directory* that the daemon may not know of yet."""
+        return _opcode(request) in wire.CHANGES and any(node == directory for node, _ in wire.names_changed(request))
 
     def _stray(self, unique: int, length: int, size: int) -> None:
         """A reply to no request: the second INIT's, which the kernel never sent, or nonsense."""
@@ -465,7 +523,7 @@ class Supervisor:
         if self._starts:
             known = os.memfd_create("known")
             forwarder = self._forwarder
-            leases = forwarder.leases.hand_over()
+            leases = forwarder.leases.hand_over(forwarder.entries.hand_over())
             os.write(known, wire.pack_known(self._starts, forwarder.handles, leases, forwarder.repeated()))
             fds["known"] = known
         self._starts += 1
@@ -610,7 +668,8 @@ class Supervisor:
         name = packet[1:].decode(errors="replace")
         if kind == wire.KIND_READY and len(packet) == wire.READY.size:
             self._hang_timeout = max(0.0, wire.READY.unpack(packet)[1])
-            self._ready_since = self._next_look = time.monotonic()
+            self._ready_since = time.monotonic()
+            self._next_look = self._ready_since + min(REPORTS, SPARE_AFTER)
             if self._stopping:
                 self._stop()
         elif kind == wire.KIND_PONG:

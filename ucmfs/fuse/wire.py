@@ -7,21 +7,26 @@ nothing: only the standard library's struct may be needed here.
 from __future__ import annotations
 
 import struct
+from array import array
 from collections.abc import Iterable, Iterator
+from zlib import crc32
 
-VERSION = 1
+VERSION = 2
 """Of what relay and daemon say to each other: a daemon that replaces another finds the relay of the first."""
 
 # FUSE
 
-GETATTR, FORGET, SETATTR, MKNOD, MKDIR, UNLINK, RMDIR, RENAME = 3, 2, 4, 8, 9, 10, 11, 12
-OPEN, READ, WRITE, RELEASE, FSYNC, GETXATTR, REMOVEXATTR, INIT, CREATE = 14, 15, 16, 18, 20, 22, 24, 26, 35
-INTERRUPT, DESTROY, BATCH_FORGET, RENAME2 = 36, 38, 42, 45
+LOOKUP, FORGET, GETATTR, SETATTR, SYMLINK, MKNOD, MKDIR, UNLINK, RMDIR, RENAME, LINK = 1, 2, 3, 4, 6, *range(8, 14)
+OPEN, READ, WRITE, STATFS, RELEASE, FSYNC, GETXATTR, REMOVEXATTR, FLUSH, INIT = *range(14, 19), 20, 22, 24, 25, 26
+CREATE, INTERRUPT, DESTROY, IOCTL, BATCH_FORGET, RENAME2 = 35, 36, 38, 39, 42, 45
 
 UNANSWERED = frozenset({FORGET, BATCH_FORGET})
 """Opcodes that get no reply."""
 ONCE = frozenset({MKNOD, MKDIR, UNLINK, RMDIR, RENAME, RENAME2, REMOVEXATTR})
 """Opcodes whose second time would fail: the daemon has to know that it is the second."""
+
+CHANGES = frozenset({SYMLINK, MKNOD, MKDIR, UNLINK, RMDIR, RENAME, LINK, CREATE, RENAME2})
+"""Opcodes that make names or take them away."""
 
 IN_HEADER = struct.Struct("<IIQQIIIHH")
 """len, opcode, unique, nodeid, uid, gid, pid, total_extlen, padding"""
@@ -48,6 +53,21 @@ OPEN_IN = struct.Struct("<II")
 OPEN_OUT = struct.Struct("<QIi")
 """fh, open_flags, backing_id"""
 ENTRY_OUT_SIZE = 128
+NODE = struct.Struct("<Q")
+"""What fuse_entry_out begins with; also what RENAME has before its names."""
+_ENTRY_OUT = struct.Struct("<QQQQII6Q10I")
+"""nodeid, generation, entry_valid, attr_valid, entry_valid_nsec, attr_valid_nsec; fuse_attr: ino, size, blocks, atime,
+mtime, ctime, atimensec, mtimensec, ctimensec, mode, nlink, uid, gid, rdev, blksize, flags"""
+_ATTR = 40
+"""Offset of fuse_attr in it."""
+_ATTR_OUT = struct.Struct("<QII")
+"""attr_valid, attr_valid_nsec, dummy; then fuse_attr"""
+_FORGET = struct.Struct("<Q")
+"""nlookup"""
+_BATCH_FORGET = struct.Struct("<II")
+"""count, dummy; then count times:"""
+_FORGET_ONE = struct.Struct("<QQ")
+"""nodeid, nlookup"""
 FOPEN_DIRECT_IO, FOPEN_KEEP_CACHE, FOPEN_NOFLUSH, FOPEN_PASSTHROUGH = 1 << 0, 1 << 1, 1 << 5, 1 << 7
 
 GETXATTR_NAME = 8
@@ -55,10 +75,12 @@ GETXATTR_NAME = 8
 XATTRS = b"user."
 """What the names of the xattrs begin with that there are."""
 
-RELEASE_IN = struct.Struct("<Q")
+RELEASE_IN = FLUSH_IN = struct.Struct("<Q")
 """fh, and more"""
 OUR_HALF = 0xFFFFFFFF
 """Of a file handle: the daemon's number. The upper half is the backing id, or 0."""
+KILLED = 1 << 63
+"""Set in the file handle of a FLUSH whose process a signal ends. No handle that the daemon gives has it."""
 
 
 def error_reply(unique: int, errno: int) -> bytes:
@@ -79,20 +101,83 @@ KEPT = frozenset({"listener", "journal"})
 # Leases. GRANT and RECALL go between the daemon's replies, so that they keep their place among them.
 
 LEASES_UNIQUE = (1 << 64) - 1
-GRANT, RECALL = 1, 2
-"""In the place of a reply's error."""
+GRANT, RECALL, LIST = 1, 2, 3
+"""In the place of a reply's error. LIST tells which names a directory has."""
 LEASE = struct.Struct("<QI")
 """node, backing id (of no meaning in RECALL)"""
-_REPORTED = struct.Struct("<QIIB")
-"""node, opens since the last report, handles that are open, whether the lease is recalled"""
+_NAMED = struct.Struct("<Q128s")
+"""Behind that in GRANT: directory, fuse_entry_out; then the name. May be left out."""
+_LISTED = struct.Struct("<Qd128s")
+"""directory, until when (of CLOCK_MONOTONIC), its fuse_entry_out; then CRC-32 of the names, sorted, 4 bytes each"""
+_REPORTED = struct.Struct("<QIIIB")
+"""node, opens since the last report, handles that are open, lookups that are the daemon's to count from now on, whether
+the lease is recalled"""
 MOST_REPORTED = 200
 """Rows in one report."""
 
-Reported = tuple[int, int, int, bool]
+Reported = tuple[int, int, int, int, bool]
 
 
-def lease_message(kind: int, node: int, backing: int = 0) -> bytes:
-    return OUT_HEADER.pack(OUT_HEADER.size + LEASE.size, kind, LEASES_UNIQUE) + LEASE.pack(node, backing)
+Named = tuple[int, bytes, bytes]
+"""Directory, name and fuse_entry_out of a leased inode."""
+
+
+def lease_message(kind: int, node: int, backing: int = 0, named: Named | None = None) -> bytes:
+    body = LEASE.pack(node, backing)
+    if named is not None:
+        directory, name, entry = named
+        body += _NAMED.pack(directory, entry) + name
+    return OUT_HEADER.pack(OUT_HEADER.size + len(body), kind, LEASES_UNIQUE) + body
+
+
+def unpack_named(message: bytes | memoryview) -> Named | None:
+    """What lease_message() was given as *named*. Raises ValueError if it is not that."""
+    start = OUT_HEADER.size + LEASE.size
+    if len(message) == start:
+        return None
+    if len(message) <= start + _NAMED.size:
+        raise ValueError
+    directory, entry = _NAMED.unpack_from(message, start)
+    return directory, bytes(message[start + _NAMED.size :]), entry
+
+
+def list_message(directory: int, until: float, entry: bytes, names: Iterable[bytes]) -> bytes:
+    codes = array("I", sorted(map(crc32, names))).tobytes()
+    size = OUT_HEADER.size + _LISTED.size + len(codes)
+    return OUT_HEADER.pack(size, LIST, LEASES_UNIQUE) + _LISTED.pack(directory, until, entry) + codes
+
+
+def unpack_list(message: bytes | memoryview) -> tuple[int, float, bytes, array[int]] | None:
+    """(directory, until, entry, CRC-32 of the names) from what list_message() made; None if it is not that."""
+    start = OUT_HEADER.size + _LISTED.size
+    if len(message) < start or (len(message) - start) % 4:
+        return None
+    directory, until, entry = _LISTED.unpack_from(message, OUT_HEADER.size)
+    codes = array("I")
+    codes.frombytes(message[start:])
+    return directory, until, entry, codes
+
+
+def pack_entry(
+    node: int,
+    ttl: float,
+    *,
+    size: int,
+    times: tuple[int, int, int],
+    mode: int,
+    links: int,
+    uid: int,
+    gid: int,
+    block: int,
+) -> bytes:
+    """fuse_entry_out. *times* (ns) are those of access, of change of bytes and of change of the inode."""
+    seconds, rest = int(ttl), int(ttl % 1 * 1e9)
+    whole, parts = ([time // 10**9 for time in times], [time % 10**9 for time in times])
+    blocks = -(-size // 512)
+    return _ENTRY_OUT.pack(
+        *(node, 0, seconds, seconds, rest, rest, node, size, blocks),
+        *(*whole, *parts, mode, links, uid, gid, 0, block, 0),
+    )
 
 
 def pack_report(rows: Iterable[Reported]) -> bytes:
@@ -100,7 +185,7 @@ def pack_report(rows: Iterable[Reported]) -> bytes:
 
 
 def unpack_report(packet: bytes) -> list[Reported]:
-    return [(node, hits, opens, bool(recalled)) for node, hits, opens, recalled in _REPORTED.iter_unpack(packet[1:])]
+    return [(*counts, bool(recalled)) for *counts, recalled in _REPORTED.iter_unpack(packet[1:])]
 
 
 # What a new daemon is told of the one before
@@ -131,6 +216,44 @@ def _requests(data: bytes, at: int) -> Iterator[bytes]:
         (length,) = struct.unpack_from("<I", data, at)
         yield data[at + 4 : at + 4 + length]
         at += 4 + length
+
+
+def attributes_of(entry: bytes) -> bytes:
+    """fuse_attr_out, as fuse_entry_out has them."""
+    _, _, _, valid, _, valid_nsec, *_ = _ENTRY_OUT.unpack(entry)
+    return _ATTR_OUT.pack(valid, valid_nsec, 0) + entry[_ATTR:]
+
+
+def forgotten(request: bytes | memoryview) -> list[tuple[int, int]]:
+    """(node, count) of what a FORGET or BATCH_FORGET tells."""
+    _, opcode, _, node, *_ = IN_HEADER.unpack_from(request)
+    if opcode == FORGET:
+        return [(node, _FORGET.unpack_from(request, IN_HEADER.size)[0])]
+    rows = IN_HEADER.size + _BATCH_FORGET.size
+    return list(_FORGET_ONE.iter_unpack(request[rows:]))
+
+
+def pack_forget(request: bytes | memoryview, rows: list[tuple[int, int]]) -> bytes | None:
+    """*request* (FORGET or BATCH_FORGET), but telling *rows*; None for no rows."""
+    if not rows:
+        return None
+    _, opcode, unique, *rest = IN_HEADER.unpack_from(request)
+    if opcode == FORGET:
+        body = _FORGET.pack(rows[0][1])
+    else:
+        body = _BATCH_FORGET.pack(len(rows), 0) + b"".join(_FORGET_ONE.pack(*row) for row in rows)
+    return IN_HEADER.pack(IN_HEADER.size + len(body), opcode, unique, *rest) + body
+
+
+def names_changed(request: bytes | memoryview) -> Iterator[tuple[int, bytes]]:
+    """(directory, name) of what a request of CHANGES makes or takes away."""
+    _, opcode, _, node, *_ = IN_HEADER.unpack_from(request)
+    body = bytes(request[IN_HEADER.size :])
+    fixed = {SYMLINK: 0, LINK: 8, CREATE: 16}.get(opcode)
+    names = body[fixed:].split(b"\0") if fixed is not None else names_in(bytes(request))
+    yield node, names[0]
+    if opcode in (RENAME, RENAME2):
+        yield NODE.unpack_from(body)[0], names[1]
 
 
 def names_in(request: bytes) -> tuple[bytes, ...]:

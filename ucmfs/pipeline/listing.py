@@ -74,6 +74,13 @@ class Listings:
         listing.used_at = now
         return last not in listing.names
 
+    def current(self, directory: str) -> tuple[set[str], float] | None:
+        """The names of *directory* below, and until when they are believed; None where they are not known."""
+        listing = self._listings.get(directory)
+        if listing is None or trio.current_time() > listing.began + self._ttl:
+            return None
+        return listing.names, listing.began + self._ttl
+
     def missed(self, name: str) -> None:
         """The stages were asked for *name*, and none had it."""
         directory = parent_of(name)

@@ -44,6 +44,8 @@ __all__ = ["Location", "Pipeline"]
 log = logging.getLogger(__name__)
 
 PREFETCH_QUEUE = 1 << 16
+MOST_NAMES = 1 << 14
+"""Of a directory that all names are told of."""
 T = TypeVar("T")
 
 
@@ -184,6 +186,19 @@ class Pipeline:
             # It may have been published here while a stage was asked.
             found[row] = self.cache.find(names[row])
         return found
+
+    def known_until(self, directory: str) -> float | None:
+        """Until when (of trio's clock) a name that names_in(*directory*) has not is nowhere; None where not known."""
+        listed = self._listings.current(directory)
+        return None if listed is None else listed[1]
+
+    def names_in(self, directory: str) -> set[str] | None:
+        """All names in *directory* that are published here or below; None if there are too many to tell of."""
+        listed = self._listings.current(directory)
+        if listed is None or len(listed[0]) > MOST_NAMES:
+            return None
+        here = self.cache.names_in(directory, MOST_NAMES)
+        return None if here is None else here | listed[0]
 
     def _adopt_directory(self, name: str, attributes: Attributes) -> None:
         """Know a directory of a lower stage in the Cache too: what is in it is looked up often."""

@@ -272,7 +272,8 @@ class Cache(Stage):
         """To be set before the start: the inodes of files in staging/ and trash/ that the mount still needs."""
         self._leftovers: dict[int, str] = {}
         """Staging files of an earlier process that are wanted, by inode."""
-        self._lock: int | None = None
+        self.lock: int | None = None
+        """A descriptor of the file that is locked, from start to stop."""
         self.unbounded: str | None = "it is not started"
         """Why the kernel does not keep the bound. None where it does: on a tmpfs of its own, as large as `capacity`."""
         self.was_full = False
@@ -286,14 +287,14 @@ class Cache(Stage):
 
     async def stop(self) -> None:
         self.reclaim()
-        if self._lock is None:
+        if self.lock is None:
             return
         is_over = not self.dirty_blocks if self.temporary else not (self.blocks or self._retired)
         is_own = tmpfs.is_own(self.directory)
         if is_over and self.temporary and not is_own:
             await trio.to_thread.run_sync(shutil.rmtree, self.directory, True)
-        os.close(self._lock)
-        self._lock = None
+        os.close(self.lock)
+        self.lock = None
         if is_over and is_own:
             try:
                 await trio.to_thread.run_sync(tmpfs.take_away, self.directory)
@@ -307,14 +308,14 @@ class Cache(Stage):
             for directory in (self._dirty, self._clean, self._staging, self._trash):
                 os.makedirs(directory, mode=0o755, exist_ok=True)
             os.chmod(self.directory, 0o700)
-            self._lock = os.open(f"{self.directory}/lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self.lock = os.open(f"{self.directory}/lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise ConfigError(f"{self.directory}: {error.strerror}", path="cache_dir") from error
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            os.close(self._lock)
-            self._lock = None
+            os.close(self.lock)
+            self.lock = None
             raise ConfigError(
                 f"{self.directory} is in use by another process; stop it or name another directory", path="cache_dir"
             ) from error
@@ -711,6 +712,16 @@ class Cache(Stage):
         if block is None or block.dirty != (tree == self._dirty):
             return None
         return Entry(entry.name, block.attributes)
+
+    def names_in(self, directory: str, most: int) -> set[str] | None:
+        """The names in *directory*; None if they are more than *most*."""
+        names: set[str] = set()
+        for tree in (self._clean, self._dirty):
+            with suppress(OSError, ValueError), os.scandir(f"{tree}/{directory}" if directory else tree) as entries:
+                names.update(entry.name for entry in itertools.islice(entries, most + 1))
+                if len(names) > most:
+                    return None
+        return names
 
     async def rename(self, pairs: Sequence[tuple[str, str]]) -> list[bool | UcmfsError]:
         return [self._rename_row(old, new) for old, new in pairs]
