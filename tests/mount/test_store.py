@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -153,3 +154,37 @@ def test_a_daemon_that_goes_away_is_an_error_not_a_hang(mnt: Mounted) -> None:
         target = bytearray(4)
         store.wait(store.load([b"id"], [0], [target]))
         assert target == b"data"
+
+
+def test_the_daemon_is_killed_under_a_store(mnt: Mounted) -> None:
+    """To the client it is a pause: whole blocks that were on their way are written again."""
+    mnt.expect("was ended by SIGKILL; starting another")
+    done = threading.Event()
+    killed = 0
+
+    def kill() -> None:
+        nonlocal killed
+        while not done.is_set():
+            # One that dies sooner counts as one that fails on start.
+            if mnt.stats()["uptime_s"] > 0.4:
+                mnt.kill_daemon()
+                killed += 1
+
+    killer = threading.Thread(target=kill)
+    with UcmPipelineStore({"mount_point": str(mnt.point)}) as store:
+        killer.start()
+        try:
+            turn = 0
+            while killed < 5:
+                turn += 1
+                blocks = [b"%d-%d" % (turn, number) for number in range(8)]
+                rows = [block * 5000 for block in blocks]
+                store.wait(store.dump(blocks, [0] * 8, rows))
+                assert all(store.lookup(blocks))
+                back = [bytearray(len(row)) for row in rows]
+                store.wait(store.load(blocks, [0] * 8, back))
+                assert back == rows
+        finally:
+            done.set()
+            killer.join()
+    assert turn > 5

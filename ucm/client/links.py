@@ -14,6 +14,9 @@ from ucmfs.errors import MountError, ProtocolError, StoreClosed, UcmfsError
 
 __all__ = ["Link", "Links"]
 
+_MOST_FRESH = 3
+"""So many new connections may end in the middle of one request. Who connects waits for the next daemon."""
+
 
 class Link:
     """One connection, and the staging files that live and die with it. Used by one thread at a time."""
@@ -84,16 +87,17 @@ class Links:
     def exchange(self, request: Request) -> tuple[Link, Reply, list[int]]:
         """Send *request* over an idle link; also give the link that carried it.
 
-        A link may have died while it was idle (the daemon was restarted): then the request goes over another. Only
-        for requests that may be repeated. Raises what Connection.exchange raises, and StoreClosed.
+        A link may have died while it was idle (the daemon was replaced), or with the request: then it goes over
+        another. Only for requests that may be repeated. Raises what Connection.exchange raises, and StoreClosed.
         """
+        fresh = 0
         while True:
             link = self._take()
-            seasoned = link.used
+            fresh += not link.used
             try:
                 return link, *link.exchange(request)
             except MountError as error:
-                if not seasoned or error.errno == errno.ETIMEDOUT:
+                if fresh == _MOST_FRESH or error.errno == errno.ETIMEDOUT:
                     raise
             finally:
                 self._give(link)

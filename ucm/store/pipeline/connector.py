@@ -20,7 +20,7 @@ from ucm.client.tasks import Task, Workers
 from ucm.client.tensors import read_row, write_row
 from ucm.store.ucmstore import UcmKVStoreBase
 from ucmfs.config import PipelineOptions, Section, split
-from ucmfs.errors import ClientError, ConfigError, InvalidRequest, StoreClosed, UcmfsError
+from ucmfs.errors import ClientError, ConfigError, InvalidRequest, MountError, StoreClosed, UcmfsError
 from ucmfs.pipeline import builder
 
 __all__ = ["UcmPipelineStore", "UcmPipelineStoreBuilder"]
@@ -28,6 +28,8 @@ __all__ = ["UcmPipelineStore", "UcmPipelineStoreBuilder"]
 _WORKERS = 8
 _INCOMPLETE = 1024
 """Blocks that may wait for more parts; each keeps a descriptor open, so a quarter of the process's limit at most."""
+_DUMP_RETRIES = 3
+"""How often a dump begins anew because the daemon was replaced in the middle of it."""
 _GRACE = 5.0
 """Seconds that the client waits longer than the daemon: the daemon's own deadlines say more about what failed."""
 
@@ -167,15 +169,21 @@ class UcmPipelineStore(UcmKVStoreBase):
         errors: dict[int, UcmfsError] = {}
         size = self._layout.block_size
         left = blocks
+        retries = _DUMP_RETRIES
         while left:
             wanted = [(block.name, size or block.end) for block in left]
             entered = list(zip(left, self._staged.enter(wanted, join=size is not None), strict=True))
             parts = [(block, staged) for block, staged in entered if isinstance(staged, StagedBlock)]
             written = [Written(staged, block.rows, _write(block, staged)) for block, staged in parts]
-            for (block, _), error in zip(parts, self._staged.leave(written), strict=True):
-                if error is not None:
-                    errors.update((row.index, error) for row in block.rows)
             left = []
+            for (block, _), error in zip(parts, self._staged.leave(written), strict=True):
+                if error is None:
+                    continue
+                if retries and _is_lost(error) and block.nbytes == (size or block.end):
+                    left.append(block)  # with the daemon, and all of it is here
+                else:
+                    errors.update((row.index, error) for row in block.rows)
+            retries -= bool(left)
             for block, refusal in entered:
                 if isinstance(refusal, StagedBlock):
                     continue
@@ -221,6 +229,11 @@ def _options(section: Section) -> PipelineOptions:
 def _incomplete_limit() -> int:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return _INCOMPLETE if soft == resource.RLIM_INFINITY else min(_INCOMPLETE, soft // 4)
+
+
+def _is_lost(error: UcmfsError) -> bool:
+    """Whether the daemon went away, and the staging file with it."""
+    return isinstance(error.__cause__, MountError) and error.errno in (errno.ECONNRESET, errno.EPIPE)
 
 
 def _write(block: BlockRows, staged: StagedBlock) -> UcmfsError | None:
