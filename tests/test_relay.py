@@ -548,6 +548,18 @@ def test_a_name_that_is_made_is_there_from_the_request_on(ends: Ends, opcode: in
     assert lookup(ends, 12, b"made", reaches=False) is not None
 
 
+def test_a_name_that_is_gone_is_not_there(ends: Ends) -> None:
+    list_names(ends, b"old")
+    lookup(ends, 2, b"old", reaches=True)
+    for unique, opcode in (10, wire.UNLINK), (20, wire.MKDIR), (30, wire.RMDIR):
+        ends.ask(opcode, unique, (bytes(8) if opcode == wire.MKDIR else b"") + b"old\0")
+        lookup(ends, unique + 2, b"old", reaches=True)
+        if opcode != wire.MKDIR:
+            ends.daemon.send(wire.gone_message(1, b"old"))
+        ends.answer(unique)
+        lookup(ends, unique + 4, b"old", reaches=False) if opcode != wire.MKDIR else None
+
+
 def test_names_of_leased_inodes(ends: Ends) -> None:
     ends.daemon.send(wire.lease_message(wire.GRANT, 9, 5, (1, b"x", entry(9))))
     settle(ends)

@@ -27,7 +27,7 @@ from ucmfs.config import Section, masked
 from ucmfs.control import protocol, server
 from ucmfs.errors import ProtocolError, sole_error
 from ucmfs.fuse import mounts, wire
-from ucmfs.fuse.grants import IDLE, Grants
+from ucmfs.fuse.grants import IDLE
 from ucmfs.fuse.journal import Journal, Recalled, read
 from ucmfs.fuse.link import Link, why_no_passthrough
 from ucmfs.fuse.operations import Operations
@@ -101,8 +101,8 @@ class _Mount:
                 "log": lambda: text(recent.text()),
             }
         )
-        self._operations = Operations(self._pipeline, self._virtual)
-        self._grants: Grants | None = None
+        self._operations = Operations(self._pipeline, self._virtual, link.send_between, link.ask_leases)
+        self._grants = self._operations.grants
         self._listener: socket.socket | None = None
         self._no_passthrough = (
             why_no_passthrough() if self._pipeline.options.passthrough else "passthrough is switched off"
@@ -122,7 +122,7 @@ class _Mount:
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(self._serve_fuse, nursery.cancel_scope)
                     await nursery.start(self._heed_signals)
-                    nursery.start_soon(self._link.listen, self._end, self._heard, self._synced)
+                    nursery.start_soon(self._link.listen, self._end, self._grants.heard, self._grants.synced)
                     nursery.start_soon(self._recall_idle)
                     nursery.start_soon(self._operations.finish_closed)
                     await self._listen()
@@ -142,9 +142,8 @@ class _Mount:
                     self._ready()
             finally:
                 self._close_socket()
-                if self._grants is not None:
-                    # It writes to what is closed now.
-                    self._grants.close()
+                # It writes to what is closed now.
+                self._grants.close()
                 pyfuse3.close(unmount=False)
                 self._operations.close_all()
                 with trio.CancelScope(shield=True):
@@ -155,16 +154,6 @@ class _Mount:
     async def _mount(self, recalled: Recalled | None) -> None:
         if self._no_passthrough is None:
             self._operations.backing = self._link.backing
-            self._operations.grants = self._grants = Grants(
-                self._link.send_between,
-                self._link.ask_leases,
-                self._pipeline.cache.capacity,
-                named=self._operations.entry_of,
-                over=self._operations.lease_over,
-                hit=self._operations.hit,
-                looked_up=self._operations.inodes.looked_up,
-            )
-            self._pipeline.room.on_pressure = self._grants.recall_all
             if self._write_refusal is not None:
                 log.info("%s; writes go through the daemon", self._write_refusal)
         else:
@@ -201,21 +190,12 @@ class _Mount:
         if relay_gone:
             log.error("the relay (pid %d) is gone, and the mount with it", self._link.relay)
             mounts.take_away(self._mount_point, self._link.device)
-        if self._grants is not None:
-            self._grants.close()
+        self._grants.close()
         # What was asked before the end is done first.
         self._fuse_scope.deadline = trio.current_time() + (0 if relay_gone else LAST_REQUESTS)
 
-    def _heard(self, report: list[wire.Reported]) -> None:
-        if self._grants is not None:
-            self._grants.heard(report)
-
-    def _synced(self) -> None:
-        if self._grants is not None:
-            self._grants.synced()
-
     async def _recall_idle(self) -> None:
-        while self._grants is not None:
+        while True:
             await trio.sleep(IDLE / 2)
             self._grants.recall_idle()
 
@@ -352,19 +332,16 @@ class _Mount:
         return self._refusal or self._pipeline.ahead.refusal
 
     async def _stats(self) -> dict[str, Any]:
-        grants = self._grants
-        if grants is not None:
-            await grants.sync()
-        leases, opens, listed = (0, 0, 0) if grants is None else (len(grants), grants.opens, grants.listed)
+        await self._grants.sync()
         return {
             "version": version("ucmfs"),
             "pid": os.getpid(),
             "mount_point": str(self._mount_point),
             "uptime_s": round(time.time() - self._started, 3),
             "inodes": len(self._operations.inodes),
-            "open_files": len(self._operations.inodes.handles) + opens,
-            "leases": leases,
-            "listed_directories": listed,
+            "open_files": len(self._operations.inodes.handles) + self._grants.opens,
+            "leases": len(self._grants),
+            "listed_directories": self._grants.listed,
             "data_path": "daemon" if self._refusal else "passthrough",
             "data_path_reason": self._refusal,
             "write_path": "daemon" if self._write_refusal else "passthrough",

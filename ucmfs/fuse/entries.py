@@ -31,7 +31,7 @@ MOST_MORE = 4096
 class _Directory:
     """`names` are the sorted CRC-32 of its names: one that is not among them is not there. Valid `until`."""
 
-    __slots__ = ("entry", "more", "names", "until")
+    __slots__ = ("entry", "gone", "more", "names", "until")
 
     def __init__(self, until: float, entry: bytes, names: array[int]) -> None:
         self.until = until
@@ -39,6 +39,8 @@ class _Directory:
         self.names = names
         self.more: set[bytes] = set()
         """Names of requests since."""
+        self.gone: set[bytes] = set()
+        """Names of its that are no more."""
 
 
 class Entries:
@@ -95,8 +97,17 @@ class Entries:
                     there = self._directories.get(directory)
                     if there is not None:
                         there.more.add(name)
+                        there.gone.discard(name)
                         if len(there.more) > MOST_MORE:
                             del self._directories[directory]
+
+    def gone(self, directory: int, name: bytes) -> None:
+        """*name* is not in *directory* any more, as the reply that follows tells the kernel too."""
+        with self._lock:
+            there = self._directories.get(directory)
+            if there is not None and len(there.gone) < MOST_MORE:
+                there.more.discard(name)
+                there.gone.add(name)
 
     def lookup(self, directory: int, name: bytes) -> bytes | None:
         """The body of the reply to a LOOKUP, MISSING, or None where the daemon must answer."""
@@ -112,6 +123,8 @@ class Entries:
             if time.monotonic() > there.until:
                 del self._directories[directory]
                 return None
+            if name in there.gone:
+                return MISSING
             code = crc32(name)
             at = bisect_left(there.names, code)
             return None if at < len(there.names) and there.names[at] == code else MISSING

@@ -223,6 +223,12 @@ class Grants:
         if self._send(message):
             self._listed[directory.number] = until
 
+    def name_gone(self, directory: Inode, name: bytes) -> None:
+        """*name* is not in *directory* any more, to nobody."""
+        if self._listed.get(directory.number, 0.0) >= trio.current_time() and not self._closed:
+            # Where it cannot be sent, we are asked once more than needed.
+            self._send(wire.gone_message(directory.number, name))
+
     async def unlist_names(self, directory: Inode) -> None:
         """Names are made in *directory* past the relay: wait until it says of none any more that it is not there."""
         until = self._listed.pop(directory.number, 0.0)

@@ -118,15 +118,26 @@ class Operations(pyfuse3.Operations):
     supports_dot_lookup = False
     enable_writeback_cache = False
 
-    def __init__(self, pipeline: Pipeline, virtual: Virtual) -> None:
+    def __init__(
+        self, pipeline: Pipeline, virtual: Virtual, send: Callable[[bytes], bool], sync: Callable[[], None]
+    ) -> None:
+        """*send* and *sync* reach the relay; see Grants."""
         super().__init__()
         self.pipeline = pipeline
         self.virtual = virtual
         self.backing: Backing | None = None
         """Set where the kernel may be told to read published blocks by itself."""
-        self.grants: Grants | None = None
-        """Set where the relay can open published blocks by itself."""
-        self.inodes = Inodes(self._recall)
+        self.inodes = Inodes(lambda inode: self.grants.recall(inode))
+        self.grants = Grants(
+            send,
+            sync,
+            pipeline.cache.capacity,
+            named=self.entry_of,
+            over=self.lease_over,
+            hit=self.hit,
+            looked_up=self.inodes.looked_up,
+        )
+        pipeline.room.on_pressure = self.grants.recall_all
         self._journal: Journal | None = None
         self._repeated: Counter[tuple[int, int, int, tuple[bytes, ...]]] = Counter()
         """Requests of wire.ONCE that are asked again, and that an earlier daemon may have done."""
@@ -152,8 +163,7 @@ class Operations(pyfuse3.Operations):
             self._journal.write(changes)
             if self._journal.is_long:
                 self._journal.begin(self._snapshot())
-        if self.grants is not None:
-            self.grants.send_new()
+        self.grants.send_new()
 
     def _snapshot(self) -> Iterator[Record]:
         yield from self.inodes.snapshot()
@@ -192,7 +202,7 @@ class Operations(pyfuse3.Operations):
             if record.number != pyfuse3.ROOT_INODE:
                 inode = inodes.restore(record, kept)
                 inode.lookups += lookups.get(record.number, 0)
-                if self.grants is not None and record.number in opens:
+                if record.number in opens:
                     self.grants.restore(inode, record.size, opens[record.number])
                 await self._reopen(inode, record, blocks)
         for listing in recalled.listings.values():
@@ -286,18 +296,6 @@ class Operations(pyfuse3.Operations):
         """The relay opened blocks so many times."""
         self.pipeline.counters.hits += count
 
-    def _recall(self, inode: Inode) -> None:
-        if self.grants is not None:
-            self.grants.recall(inode)
-
-    def _renew(self, inode: Inode) -> None:
-        if self.grants is not None:
-            self.grants.renew(inode)
-
-    async def _take_back(self, inode: Inode) -> None:
-        if self.grants is not None:
-            await self.grants.take_back(inode)
-
     def lease_over(self, inode: Inode) -> None:
         """The relay has nothing of *inode* open any more, and opens it no more."""
         self._let_go(inode)
@@ -307,7 +305,7 @@ class Operations(pyfuse3.Operations):
         """Have the published block *path* opened by nobody but this daemon."""
         inode = self.inodes.named(path)
         if inode is not None:
-            await self._take_back(inode)
+            await self.grants.take_back(inode)
 
     # Names
 
@@ -387,7 +385,7 @@ class Operations(pyfuse3.Operations):
 
     def _tell_names(self, directory: Inode) -> None:
         """A name is missed in *directory*: have the relay answer for the next ones, where all names are known."""
-        if self.grants is None or directory.orphan:
+        if directory.orphan:
             return
         until = self.pipeline.known_until(directory.name)
         if until is None or self.grants.is_listed(directory, until):
@@ -490,7 +488,7 @@ class Operations(pyfuse3.Operations):
         if attributes is not None:
             inode.attributes = attributes
             self.inodes.touch(inode)
-        self._renew(inode)
+        self.grants.renew(inode)
 
     async def _truncate(self, inode: Inode, size: int) -> None:
         if inode.is_directory:
@@ -585,7 +583,7 @@ class Operations(pyfuse3.Operations):
         if verb == "pin":
             await self.pipeline.pin(inode.name, value not in (None, b"", b"0"))
         elif verb == "evict" and value is not None:
-            await self._take_back(inode)
+            await self.grants.take_back(inode)
             self.pipeline.evict(inode.name)
         elif verb == "prefetch" and value is not None:
             await self.pipeline.prefetch([inode.name])
@@ -763,7 +761,7 @@ class Operations(pyfuse3.Operations):
         elif inode.writing is None:
             if writable:
                 self._join_in_place(inode, opener)
-                await self._take_back(inode)
+                await self.grants.take_back(inode)
             await self._open_published(inode)
         elif not writable and not self._is_shown(inode, ctx.pid):
             # The kernel remembers the name from before it was changed: the published version is another inode now.
@@ -830,8 +828,7 @@ class Operations(pyfuse3.Operations):
     def _lease(self, inode: Inode) -> None:
         """Let the relay answer what opens *inode* from now on, if it is a block of the Cache that nobody changes."""
         if (
-            self.grants is not None
-            and inode.backing
+            inode.backing
             and inode.file is not None
             and inode.file.file
             and not inode.writers
@@ -954,7 +951,7 @@ class Operations(pyfuse3.Operations):
 
     async def _start_in_place(self, inode: Inode) -> Writing:
         """Begin to change a published block: from now on *inode* is a copy of it."""
-        await self._take_back(inode)
+        await self.grants.take_back(inode)
         async with inode.locked():
             if inode.writing is not None:
                 return inode.writing
@@ -1133,6 +1130,12 @@ class Operations(pyfuse3.Operations):
                 raise BlockNotFound(path)
             self.inodes.detach(others[-1])
         self._detach_named(path)
+        self._tell_gone(parent, name, path)
+
+    def _tell_gone(self, parent: int, name: bytes, path: str) -> None:
+        """*path* was removed or renamed. Who writes another version of it would still find that."""
+        if not self.inodes.written(path):
+            self.grants.name_gone(self.inodes.get(parent), name)
 
     def _detach_named(self, path: str) -> None:
         inode = self.inodes.named(path)
@@ -1178,12 +1181,14 @@ class Operations(pyfuse3.Operations):
             published = self.inodes.named(old)
             if published is not None:
                 self.inodes.rename(published, new)
-                self._renew(published)
+                self.grants.renew(published)
         for other in list(self.inodes.written(new)):
             # Who was writing there loses the name, as on any file system.
             self.inodes.detach(other)
         if source.writing is not None:
             self.inodes.rename(source, new)
+        if self.pipeline.peek(old) is None:
+            self._tell_gone(parent_old, name_old, old)
 
     async def _is_renamed(self, old: str, new: str, pid: int) -> bool:
         """Whether the daemon before renamed *old* already. What it had no time to note is noted."""
@@ -1236,11 +1241,11 @@ class Operations(pyfuse3.Operations):
             name = os.fsencode(path.rpartition("/")[2])
             pyfuse3.invalidate_entry_async(parent.number, name, ignore_enoent=True)
         self.commit()
-        await self._take_back(inode)
+        await self.grants.take_back(inode)
 
     async def _unlist(self, path: str) -> None:
         """*path* may be new, and directories above it."""
-        while path and self.grants is not None:
+        while path:
             path = parent_of(path)
             directory = self.inodes.named(path)
             if directory is not None:

@@ -334,21 +334,22 @@ class Forwarder:
             self._spare.append(request.obj)
 
     def _lease(self, message: memoryview, kind: int) -> None:
-        if kind == wire.LIST:
-            listed = wire.unpack_list(message)
-            if listed is None:
-                self.complain(f"{len(message)} bytes about a directory")
-            elif not any(self._may_change(listed[0], request) for request in list(self._pending.values())):
-                self.entries.list(*listed)
-            return
-        if len(message) < wire.OUT_HEADER.size + wire.LEASE.size:
-            self.complain(f"{len(message)} bytes about a lease")
-            return
-        node, backing = wire.LEASE.unpack_from(message, wire.OUT_HEADER.size)
+        """Heed what the daemon says of leases and names."""
         try:
+            if kind == wire.LIST:
+                listed = wire.unpack_list(message)
+                if not any(self._may_change(listed[0], request) for request in list(self._pending.values())):
+                    self.entries.list(*listed)
+                return
+            if kind == wire.GONE:
+                self.entries.gone(*wire.unpack_gone(message))
+                return
+            if len(message) < wire.OUT_HEADER.size + wire.LEASE.size:
+                raise ValueError
+            node, backing = wire.LEASE.unpack_from(message, wire.OUT_HEADER.size)
             named = wire.unpack_named(message)
         except ValueError:
-            self.complain(f"{len(message)} bytes about a name")
+            self.complain(f"{len(message)} bytes about a lease or a name ({kind})")
             return
         if kind == wire.GRANT and 0 < backing < 1 << 31:
             self.leases.grant(node, backing)

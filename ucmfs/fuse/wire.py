@@ -101,8 +101,8 @@ KEPT = frozenset({"listener", "journal"})
 # Leases. GRANT and RECALL go between the daemon's replies, so that they keep their place among them.
 
 LEASES_UNIQUE = (1 << 64) - 1
-GRANT, RECALL, LIST = 1, 2, 3
-"""In the place of a reply's error. LIST tells which names a directory has."""
+GRANT, RECALL, LIST, GONE = 1, 2, 3, 4
+"""In the place of a reply's error. LIST tells which names a directory has, GONE that one is no more."""
 LEASE = struct.Struct("<QI")
 """node, backing id (of no meaning in RECALL)"""
 _NAMED = struct.Struct("<Q128s")
@@ -147,15 +147,28 @@ def list_message(directory: int, until: float, entry: bytes, names: Iterable[byt
     return OUT_HEADER.pack(size, LIST, LEASES_UNIQUE) + _LISTED.pack(directory, until, entry) + codes
 
 
-def unpack_list(message: bytes | memoryview) -> tuple[int, float, bytes, array[int]] | None:
-    """(directory, until, entry, CRC-32 of the names) from what list_message() made; None if it is not that."""
+def unpack_list(message: bytes | memoryview) -> tuple[int, float, bytes, array[int]]:
+    """(directory, until, entry, CRC-32 of the names) from what list_message() made. Raises ValueError if it is none."""
     start = OUT_HEADER.size + _LISTED.size
     if len(message) < start or (len(message) - start) % 4:
-        return None
+        raise ValueError
     directory, until, entry = _LISTED.unpack_from(message, OUT_HEADER.size)
     codes = array("I")
     codes.frombytes(message[start:])
     return directory, until, entry, codes
+
+
+def gone_message(directory: int, name: bytes) -> bytes:
+    size = OUT_HEADER.size + NODE.size + len(name)
+    return OUT_HEADER.pack(size, GONE, LEASES_UNIQUE) + NODE.pack(directory) + name
+
+
+def unpack_gone(message: bytes | memoryview) -> tuple[int, bytes]:
+    """(directory, name) from what gone_message() made. Raises ValueError if it is not that."""
+    start = OUT_HEADER.size + NODE.size
+    if len(message) <= start:
+        raise ValueError
+    return NODE.unpack_from(message, OUT_HEADER.size)[0], bytes(message[start:])
 
 
 def pack_entry(
