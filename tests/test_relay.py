@@ -607,15 +607,35 @@ def test_the_next_daemon_tells_of_names_anew(ends: Ends) -> None:
     lookup(ends, 4, b"none", reaches=True)
 
 
-def test_a_flush_is_answered_and_passed_on(ends: Ends) -> None:
-    request = ends.ask(wire.FLUSH, 2, wire.FLUSH_IN.pack(7 << 32 | 3) + bytes(16))
-    assert ends.kernel.recv(100) == wire.OUT_HEADER.pack(16, 0, 2)
+def flush(ends: Ends, unique: int, fh: int) -> bytes:
+    """A FLUSH that is answered, and not passed on yet."""
+    request = ends.ask(wire.FLUSH, unique, wire.FLUSH_IN.pack(fh) + bytes(16), reaches=False)
+    assert ends.kernel.recv(100) == wire.OUT_HEADER.pack(16, 0, unique)
+    return request
+
+
+def test_a_flush_is_answered_and_passed_on_before_anything_else(ends: Ends) -> None:
+    flushed = flush(ends, 2, 7 << 32 | 3)
     ends.kill_daemon()
     ends.new_daemon()
-    assert ends.daemon.recv(1000) == request
+    asked = ends.ask(wire.STATFS, 4, reaches=False)
+    assert [ends.daemon.recv(1000), ends.daemon.recv(1000)] == [flushed, asked]
+    ends.kill_daemon()
+    ends.new_daemon()
+    assert [ends.daemon.recv(1000), ends.daemon.recv(1000)] == [flushed, asked]
     ends.reply(2)
-    ends.ask(wire.GETATTR, 4)
     assert ends.answer(4) == wire.OUT_HEADER.pack(16, 0, 4)
+    # Of two closes of one file the last is one with its release; that of another file is none of it.
+    flushed = flush(ends, 6, 7 << 32 | 3)
+    flush(ends, 8, 7 << 32 | 3)
+    assert ends.daemon.recv(1000) == flushed
+    ends.ask(wire.RELEASE, 10, wire.RELEASE_IN.pack(7 << 32 | 3) + bytes(16), reaches=False)
+    told = ends.daemon.recv(1000)
+    assert wire.IN_HEADER.unpack_from(told)[1:3] == (wire.RELEASE, 10)
+    assert wire.RELEASE_IN.unpack_from(told, 40) == (wire.FLUSHED | 7 << 32 | 3,)
+    flushed = flush(ends, 12, 4)
+    release = ends.ask(wire.RELEASE, 14, wire.RELEASE_IN.pack(5) + bytes(16), reaches=False)
+    assert [ends.daemon.recv(1000), ends.daemon.recv(1000)] == [flushed, release]
     assert ends.forwarder.complaints == 0
 
 

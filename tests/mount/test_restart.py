@@ -107,6 +107,14 @@ def create(root: Path) -> None:
     os.close(fd)
 
 
+def create_with_two_descriptors(root: Path) -> None:
+    """A close that is not the last is told of by itself."""
+    fd = os.open(root / "a", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o640)
+    os.write(fd, b"data")
+    os.close(os.dup(fd))
+    os.close(fd)
+
+
 def overwrite(root: Path) -> None:
     write(root / "a", b"new")
 
@@ -165,7 +173,7 @@ Case = tuple[str, Callable[[Path], object], Callable[[Path], object]]
 CASES: list[Case] = [
     ("create", nothing, create),
     ("write", nothing, create),
-    ("flush", nothing, create),
+    ("flush", nothing, create_with_two_descriptors),
     ("release", nothing, create),
     ("open", a_block, overwrite),
     ("write", a_block, change_in_place),
@@ -228,7 +236,7 @@ def first(cases: Sequence[Case]) -> Sequence[Case]:
     return list({case[0]: case for case in reversed(cases)}.values())
 
 
-THROUGH_DAEMON = [case for case in CASES if case[0] in ("read", "write") or case[1:] == (nothing, create)]
+THROUGH_DAEMON = [case for case in CASES if case[0] in ("read", "write", "flush") or case[1:] == (nothing, create)]
 """With passthrough the kernel reads and writes by itself; only what is changed in place goes through the daemon."""
 BY_KERNEL = [case for case in CASES if case[0] not in ("read", "write") or case[2] in (change_in_place, append)]
 

@@ -41,7 +41,7 @@ from ucmfs.block import (
 from ucmfs.errors import BlockExists, BlockNotFound, UcmfsError
 from ucmfs.fuse import wire
 from ucmfs.fuse.grants import Grants
-from ucmfs.fuse.inodes import STAT_BLOCK, Inode, Inodes, Writing, entry_attributes
+from ucmfs.fuse.inodes import STAT_BLOCK, Handle, Inode, Inodes, Writing, entry_attributes
 from ucmfs.fuse.journal import Gone, InodeRecord, Journal, ListingRecord, Recalled, Record, VirtualRecord
 from ucmfs.fuse.passthrough import Backing
 from ucmfs.fuse.process import lineage, process_of
@@ -979,32 +979,32 @@ class Operations(pyfuse3.Operations):
 
     @handler
     async def flush(self, fh: int) -> None:
-        killed = bool(fh & wire.KILLED)
-        fh &= wire.OUR_HALF
-        if self.virtual.has_open(fh):
-            return
-        # Where a daemon before this one closed it, whoever closed it has his answer.
-        handle = self.inodes.handles.get(fh)
-        if handle is None:
-            return
+        handle = self.inodes.handles.get(fh & wire.OUR_HALF)
+        # None for a file of `.ucmfs/`, and where a daemon before this one closed it: it was told twice then.
+        if handle is not None:
+            self._flushed(handle, fh)
+
+    def _flushed(self, handle: Handle, fh: int) -> None:
         handle.flushed = True
         writing = handle.inode.writing
         if handle.writable and writing is not None:
-            writing.killed = not writing.in_place and killed
+            writing.killed = not writing.in_place and bool(fh & wire.KILLED)
             self.inodes.touch(handle.inode)
 
     @handler
     async def release(self, fh: int) -> None:
         # No checkpoint before the block is published: what a process does after close() comes after this request,
         # and so finds the block.
-        fh &= wire.OUR_HALF
-        if self.virtual.release(fh):
-            self._changed_opens.append(Gone("virtual", fh))
+        number = fh & wire.OUR_HALF
+        if self.virtual.release(number):
+            self._changed_opens.append(Gone("virtual", number))
             return
-        if fh not in self.inodes.handles:
+        if number not in self.inodes.handles:
             # A daemon before this one closed it, and died before it could say so.
             return
-        handle = self.inodes.close_handle(fh)
+        if fh & wire.FLUSHED:
+            self._flushed(self.inodes.handles[number], fh)
+        handle = self.inodes.close_handle(number)
         inode = handle.inode
         if inode.writing is not None and not inode.writers:
             self._close_writing(inode, inode.writing)

@@ -40,8 +40,12 @@ def process_of(pid: int) -> int:
 
 def _stat(pid: int) -> list[bytes] | None:
     try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            return file.read().rpartition(b")")[2].split()
+        # A file object takes twice the time, and every close() waits for this.
+        fd = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            return os.read(fd, 4096).rpartition(b")")[2].split()
+        finally:
+            os.close(fd)
     except OSError:
         return None
 

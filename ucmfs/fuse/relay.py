@@ -12,7 +12,8 @@ It copies messages, one SEQPACKET packet each, and looks into few:
 - OPEN and RELEASE of leased inodes are answered here (leases.py), LOOKUP and GETATTR of them and of names that are not
   there (entries.py), GETXATTR of xattrs that there are not (the kernel asks for `security.capability` before it writes,
   also what it writes by itself), and IOCTL, for Python asks of each file that it opens whether it is a terminal.
-- FLUSH is answered here, and passed on with a mark if a signal ends the process that closes the file (process.py).
+- FLUSH is answered here, and passed on with a mark if a signal ends the process that closes the file (process.py);
+  mostly as one with the RELEASE that follows it.
 - Replies to OPEN and CREATE: the upper half of `fh` is a backing id. Where the daemon put one, the kernel shall read
   and write the backing file by itself (FOPEN_PASSTHROUGH), and a read-only open needs no FLUSH. Which handles the
   kernel has been given, and has not released, is remembered for the next daemon.
@@ -118,6 +119,8 @@ class Forwarder:
         self._packet = 0
         """Bytes that a packet to the daemon may have."""
         self._init = b""
+        self._flush: bytes | None = None
+        """A FLUSH that has its answer, and that the daemon was not told of yet."""
         self._pending: dict[int, bytes | memoryview] = {}
         """Requests without a reply, by unique, in the order they came."""
         self._unsent: deque[bytes] = deque(maxlen=UNSENT)
@@ -196,34 +199,28 @@ class Forwarder:
         buffer = bytearray(BUFFER)
         while (size := self._read(buffer)) >= wire.IN_HEADER.size:
             view = memoryview(buffer)[:size]
-            _, opcode, unique, *_ = wire.IN_HEADER.unpack_from(view)
+            opcode = _opcode(view)
             if opcode == wire.INTERRUPT:
                 # pyfuse3 heeds none, and libfuse would answer some.
                 continue
             if opcode in _OURS and self._answer_ourselves(view, opcode):
                 continue
-            if opcode == wire.FLUSH:
-                self._answer_flush(view)
-            elif opcode == wire.SETATTR:
+            if opcode == wire.SETATTR:
                 self.entries.change(wire.IN_HEADER.unpack_from(view)[3])
             if opcode in wire.UNANSWERED:
                 forgotten = self.entries.forget(view)
                 if forgotten is None:
                     continue
                 view = memoryview(forgotten)
-            with self._lock:
-                if opcode == wire.INIT:
-                    self._init = bytes(view)
-                if opcode not in wire.UNANSWERED:
-                    if size <= COPIED:
-                        self._pending[unique] = bytes(view)
-                    else:
-                        self._pending[unique] = view
-                        buffer = self._spare.pop() if self._spare else bytearray(BUFFER)
-                if opcode in wire.CHANGES:
-                    # Before the daemon does it, and after it can be seen to be unanswered.
-                    self.entries.changes(view)
-                self._send(view)
+            if self._flush is not None and not (opcode == wire.RELEASE and self._merge_flush(view)):
+                self._pass_on(self._flush)
+                self._flush = None
+            if opcode == wire.FLUSH:
+                self._flush = self._answer_flush(view)
+            elif self._pass_on(view):
+                buffer = self._spare.pop() if self._spare else bytearray(BUFFER)
+        if self._flush is not None:
+            self._pass_on(self._flush)
         with self._lock:
             if self._daemon is not None:
                 # After all that came before: a close may be among it, which publishes a block.
@@ -259,16 +256,47 @@ class Forwarder:
         self._write(wire.OUT_HEADER.pack(wire.OUT_HEADER.size + len(body), -error, unique) + body, unique)
         return True
 
-    def _answer_flush(self, request: memoryview) -> None:
-        """Tell who closes a file that all is well, and the daemon whether it does so because a signal ends it.
+    def _pass_on(self, request: bytes | memoryview) -> bool:
+        """Have the daemon answer *request*; whether its buffer is kept until then."""
+        _, opcode, unique, *_ = wire.IN_HEADER.unpack_from(request)
+        kept = False
+        with self._lock:
+            if opcode == wire.INIT:
+                self._init = bytes(request)
+            if opcode not in wire.UNANSWERED:
+                kept = len(request) > COPIED
+                self._pending[unique] = request if kept else bytes(request)
+            if opcode in wire.CHANGES:
+                # Before the daemon does it, and after it can be seen to be unanswered.
+                self.entries.changes(request)
+            self._send(request)
+        return kept
 
-        That is to be seen only while it waits.
+    def _answer_flush(self, request: memoryview) -> bytes:
+        """Tell who closes a file that all is well. Give what the daemon is to be told, and with which RELEASE.
+
+        Whether a signal ends the process is to be seen only while it waits.
         """
         _, _, unique, _, _, _, pid, *_ = wire.IN_HEADER.unpack_from(request)
         if being_killed(pid):
             (fh,) = wire.FLUSH_IN.unpack_from(request, wire.IN_HEADER.size)
             wire.FLUSH_IN.pack_into(request, wire.IN_HEADER.size, fh | wire.KILLED)
         self._write(wire.OUT_HEADER.pack(wire.OUT_HEADER.size, 0, unique), unique)
+        return bytes(request)
+
+    def _merge_flush(self, release: memoryview) -> bool:
+        """Have *release*, which follows a FLUSH, tell of both; False if it is of another file.
+
+        A FLUSH alone tells that the last close is on its way, so it goes before anything else that the daemon is asked.
+        """
+        assert self._flush is not None
+        (flushed,) = wire.FLUSH_IN.unpack_from(self._flush, wire.IN_HEADER.size)
+        (fh,) = wire.RELEASE_IN.unpack_from(release, wire.IN_HEADER.size)
+        if fh != flushed & ~wire.KILLED:
+            return False
+        wire.RELEASE_IN.pack_into(release, wire.IN_HEADER.size, flushed | wire.FLUSHED)
+        self._flush = None
+        return True
 
     def _read(self, buffer: bytearray) -> int:
         """One request; 0 when the kernel has ended the connection."""
@@ -351,7 +379,7 @@ class Forwarder:
         except ValueError:
             self.complain(f"{len(message)} bytes about a lease or a name ({kind})")
             return
-        if kind == wire.GRANT and 0 < backing < 1 << 31:
+        if kind == wire.GRANT and 0 < backing <= wire.MOST_BACKING:
             self.leases.grant(node, backing)
             if named is not None:
                 self.entries.grant(node, *named)
@@ -383,7 +411,7 @@ class Forwarder:
             return False
         fh, flags, _ = wire.OPEN_OUT.unpack_from(reply, start)
         backing = fh >> 32
-        if backing >= 1 << 31:
+        if backing > wire.MOST_BACKING:
             return False
         if backing:
             # FOPEN_DIRECT_IO stays: with it the daemon serves this open, beside others that the kernel serves.

@@ -79,8 +79,11 @@ RELEASE_IN = FLUSH_IN = struct.Struct("<Q")
 """fh, and more"""
 OUR_HALF = 0xFFFFFFFF
 """Of a file handle: the daemon's number. The upper half is the backing id, or 0."""
-KILLED = 1 << 63
-"""Set in the file handle of a FLUSH whose process a signal ends. No handle that the daemon gives has it."""
+KILLED, FLUSHED = 1 << 63, 1 << 62
+"""Set in the file handle: KILLED of a FLUSH whose process a signal ends, FLUSHED of a RELEASE that is the FLUSH before
+it too, and then may have KILLED. No handle that the daemon gives has them."""
+MOST_BACKING = (1 << 30) - 1
+"""The largest backing id that leaves room for that."""
 
 
 def error_reply(unique: int, errno: int) -> bytes:
