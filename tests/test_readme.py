@@ -419,6 +419,21 @@ def killed_writer(make: MakeMount) -> str:
     return mounted.log.read_text()
 
 
+def outrun(make: MakeMount) -> str:
+    """The kernel writes by itself, quicker than room can be made, for all else is dirty."""
+    mounted = make(cache_buffer_capacity_gb=1 / 16, write_back_interval=3600.0, write_back_batch_size=10**6)
+    mounted.expect("the cache was full", "stays dirty")
+    with obstructed(mounted):
+        (mounted / "a/one").write_bytes(bytes(56 * MIB))
+        fd = os.open(mounted / "block", os.O_WRONLY | os.O_CREAT)
+        assert os.write(fd, bytes(16 * MIB)) < 16 * MIB
+        with pytest.raises(OSError, match="No space left"):
+            os.write(fd, bytes(MIB))
+        os.close(fd)
+        await_dropped(mounted)
+        return mounted.log.read_text()
+
+
 def as_told(said: str, mounted: Mounted) -> str:
     return said.replace(str(mounted.point), "/mnt/kv")
 
@@ -444,6 +459,7 @@ PROVOKED: dict[str, Callable[[MakeMount], str]] = {
     "does not fit": too_large,
     "no room for": full_of_dirty,
     "a write to it failed": too_large,
+    "the cache was full": outrun,
     "was killed": killed_writer,
 }
 """What provokes each message of the table, by a part that only this one has."""
