@@ -281,7 +281,6 @@ class Inodes:
     def restore(self, record: InodeRecord, handles: list[HandleRecord]) -> Inode:
         """Put back what *record* tells of, and its *handles*; what it has open is the caller's business."""
         inode = Inode.of(record)
-        self._next = max(self._next, record.number + 1)
         self._by_number[inode.number] = inode
         if record.named:
             self._by_name[inode.name] = inode
@@ -290,7 +289,6 @@ class Inodes:
             # A close may have been seen: nobody shall wait long for one that does not come.
             handle.flushed = True
             self._attach(kept.number, handle)
-            self._next_handle = max(self._next_handle, kept.number % MOST_HANDLES + 1)
         return inode
 
     def restore_writing(self, inode: Inode, writing: Writing) -> None:
@@ -316,7 +314,7 @@ class Inodes:
 
     def restore_numbers(self, record: NumbersRecord) -> None:
         self._next = max(self._next, record.inode)
-        self._next_handle = record.handle
+        self._next_handle = (record.handle - 1) % MOST_HANDLES + 1
 
     def get(self, number: int) -> Inode:
         """The inode of *number*. Raises FUSEError ESTALE if there is none."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import struct
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
@@ -125,7 +126,8 @@ Record = InodeRecord | HandleRecord | ListingRecord | VirtualRecord | NumbersRec
 class Recalled(msgspec.Struct):
     """What a journal comes to."""
 
-    numbers: NumbersRecord | None
+    numbers: NumbersRecord
+    """The next that were never given."""
     inodes: dict[int, InodeRecord]
     handles: dict[int, list[HandleRecord]]
     """By the inode's number."""
@@ -135,16 +137,21 @@ class Recalled(msgspec.Struct):
     @classmethod
     def of(cls, records: Iterable[Record]) -> Recalled:
         """The last word of *records* on each thing."""
-        numbers = None
         by_kind: dict[str, dict[int, Record]] = {}
+        highest: Counter[str] = Counter()
         for record in records:
             match record:
-                case NumbersRecord():
-                    numbers = record
+                case NumbersRecord(inode, handle):
+                    highest |= Counter(inode=inode - 1, handle=handle - 1)
                 case Gone(kind, number):
+                    # Somebody may still ask for what had it.
+                    highest[kind] = max(highest[kind], number)
                     by_kind.get(kind, {}).pop(number, None)
                 case _:
-                    by_kind.setdefault(str(record.__struct_config__.tag), {})[record.number] = record
+                    kind = str(record.__struct_config__.tag)
+                    highest[kind] = max(highest[kind], record.number)
+                    by_kind.setdefault(kind, {})[record.number] = record
+        numbers = NumbersRecord(highest["inode"] + 1, highest["handle"] + 1)
         recalled = cls(numbers, {}, {}, {}, {})
         for kept in (record for records_ in by_kind.values() for record in records_.values()):
             match kept:

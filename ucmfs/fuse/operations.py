@@ -186,8 +186,7 @@ class Operations(pyfuse3.Operations):
         relay opened, *repeated* are the requests of wire.ONCE that will be asked again.
         """
         inodes = self.inodes
-        if recalled.numbers is not None:
-            inodes.restore_numbers(recalled.numbers)
+        inodes.restore_numbers(recalled.numbers)
         blocks = self.pipeline.cache.by_file()
         opens = {number: count for number, _, count, _, _ in leased if count}
         lookups = {number: count for number, _, _, count, _ in leased}
