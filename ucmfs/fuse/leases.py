@@ -110,8 +110,8 @@ class Leases:
             rows = []
             for lease in list(self._open.values()):
                 lease.recalled = True
-                rows.append(self._tell(lease, lookups.get(lease.node, 0)))
-            return rows
+                rows.append(self._tell(lease))
+        return rows + [(node, 0, 0, count, True) for node, count in lookups.items()]
 
     def _tell(self, lease: Lease, lookups: int = 0) -> wire.Reported:
         row = (lease.node, lease.hits, lease.opens, lookups, lease.recalled)

@@ -189,7 +189,7 @@ class Operations(pyfuse3.Operations):
         inodes.restore_numbers(recalled.numbers)
         blocks = self.pipeline.cache.by_file()
         opens = {number: count for number, _, count, _, _ in leased if count}
-        lookups = {number: count for number, _, _, count, _ in leased}
+        lookups = {number: count for number, _, _, count, _ in leased if count}
         self.hit(sum(hits for _, hits, _, _, _ in leased))
         for record in recalled.inodes.values():
             kept = []

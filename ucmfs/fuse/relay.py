@@ -34,7 +34,7 @@ import socket
 import sys
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from pathlib import Path
 
@@ -495,6 +495,8 @@ class Supervisor:
         self._wake, self._woken = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._forwarder = Forwarder(fds["fuse"], self._nudge, self._tell)
         self._starts = 0
+        self._lookups: Counter[int] = Counter()
+        """By node, what the kernel looked up in the relay, until a daemon that counts it serves."""
         self._spare: tuple[int, int, socket.socket] | None = None
         """A process that waits to become the daemon: pid, pidfd, and the socket that tells it what to serve."""
         self._side: socket.socket | None = None
@@ -552,7 +554,8 @@ class Supervisor:
         if self._starts:
             known = os.memfd_create("known")
             forwarder = self._forwarder
-            leases = forwarder.leases.hand_over(forwarder.entries.hand_over())
+            self._lookups.update(forwarder.entries.hand_over())
+            leases = forwarder.leases.hand_over(self._lookups)
             os.write(known, wire.pack_known(self._starts, forwarder.handles, leases, forwarder.repeated()))
             fds["known"] = known
         self._starts += 1
@@ -699,6 +702,7 @@ class Supervisor:
             self._hang_timeout = max(0.0, wire.READY.unpack(packet)[1])
             self._ready_since = time.monotonic()
             self._next_look = self._ready_since + min(REPORTS, SPARE_AFTER)
+            self._lookups.clear()
             if self._stopping:
                 self._stop()
         elif kind == wire.KIND_PONG:
