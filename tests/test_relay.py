@@ -479,7 +479,7 @@ def lookup(ends: Ends, unique: int, name: bytes, *, reaches: bool) -> bytes | No
 
 def entry(node: int, size: int = 0) -> bytes:
     times = (5 * 10**9 + 1, 6 * 10**9 + 2, 7 * 10**9 + 3)
-    return wire.pack_entry(node, 1.5, size=size, times=times, mode=0o100600, links=1, uid=3, gid=4, block=4096)
+    return wire.pack_entry(node, 1.5, 7.25, size=size, times=times, mode=0o100600, links=1, uid=3, gid=4, block=4096)
 
 
 def list_names(ends: Ends, *names: bytes, until: float = 1e12) -> None:
@@ -498,12 +498,12 @@ def test_an_entry_is_what_the_kernel_expects() -> None:
     packed = entry(9, 10_000)
     assert len(packed) == wire.ENTRY_OUT_SIZE
     numbers = struct.unpack("<QQQQII6Q10I", packed)
-    assert numbers[:6] == (9, 0, 1, 1, 500_000_000, 500_000_000)
+    assert numbers[:6] == (9, 0, 1, 7, 500_000_000, 250_000_000)
     assert numbers[6:12] == (9, 10_000, 20, 5, 6, 7)
     assert numbers[12:] == (1, 2, 3, 0o100600, 1, 3, 4, 0, 4096, 0)
     attributes = wire.attributes_of(packed)
     assert len(attributes) == 104
-    assert struct.unpack_from("<QII", attributes) == (1, 500_000_000, 0)
+    assert struct.unpack_from("<QII", attributes) == (7, 250_000_000, 0)
     assert attributes[16:] == packed[40:]
 
 

@@ -24,7 +24,7 @@ MOST = 1024
 """Leases at a time."""
 SHARE = 4
 """Leased blocks take at most one part in so many of the Cache's capacity."""
-IDLE = 2.0
+IDLE = 5.0
 """Seconds without an open after which a lease is given back."""
 
 

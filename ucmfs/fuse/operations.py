@@ -61,6 +61,9 @@ RECHECK = 0.02
 """Seconds between looks whether what was closed is still mapped."""
 JUST_NOW = 1.0
 """Seconds after which what is still mapped will be so for longer."""
+ATTRIBUTES_TTL = 3600.0
+"""Seconds that the kernel may believe the attributes of a block's inode: it is one version, and who changes it does
+so through the kernel. How long a name may be believed to have that version is `consistency_ttl`."""
 SETTLE_WAIT = 0.25
 """Seconds that a lookup waits for a block whose writer closed it, where the kernel is late to say it was the last."""
 
@@ -362,9 +365,8 @@ class Operations(pyfuse3.Operations):
             attributes = inode.writing.staging.attributes()
             ttl = 0
         entry = entry_attributes(inode.number, attributes, ttl)
-        if inode.writing is not None:
-            # What changes them does so through the kernel.
-            entry.attr_timeout = self._ttl
+        if not inode.is_directory:
+            entry.attr_timeout = ATTRIBUTES_TTL
         if inode.orphan:
             entry.st_nlink = 0
         return entry
@@ -412,6 +414,7 @@ class Operations(pyfuse3.Operations):
         return wire.pack_entry(
             inode.number,
             self._ttl,
+            self._ttl if attributes.is_directory else ATTRIBUTES_TTL,
             size=attributes.size,
             times=(attributes.atime_ns, attributes.mtime_ns, attributes.mtime_ns),
             mode=attributes.mode,

@@ -177,6 +177,7 @@ def unpack_gone(message: bytes | memoryview) -> tuple[int, bytes]:
 def pack_entry(
     node: int,
     ttl: float,
+    attributes_ttl: float,
     *,
     size: int,
     times: tuple[int, int, int],
@@ -186,12 +187,16 @@ def pack_entry(
     gid: int,
     block: int,
 ) -> bytes:
-    """fuse_entry_out. *times* (ns) are those of access, of change of bytes and of change of the inode."""
-    seconds, rest = int(ttl), int(ttl % 1 * 1e9)
+    """fuse_entry_out. The name is to be believed *ttl* seconds, the attributes *attributes_ttl*.
+
+    *times* are those of access, of change of bytes and of change of the inode, in nanoseconds.
+    """
+    seconds, attributes_seconds = int(ttl), int(attributes_ttl)
+    rest, attributes_rest = (int(life % 1 * 1e9) for life in (ttl, attributes_ttl))
     whole, parts = ([time // 10**9 for time in times], [time % 10**9 for time in times])
     blocks = -(-size // 512)
     return _ENTRY_OUT.pack(
-        *(node, 0, seconds, seconds, rest, rest, node, size, blocks),
+        *(node, 0, seconds, attributes_seconds, rest, attributes_rest, node, size, blocks),
         *(*whole, *parts, mode, links, uid, gid, 0, block, 0),
     )
 
