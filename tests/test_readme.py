@@ -424,9 +424,9 @@ def outrun(make: MakeMount) -> str:
     mounted = make(cache_buffer_capacity_gb=1 / 16, write_back_interval=3600.0, write_back_batch_size=10**6)
     mounted.expect("the cache was full", "stays dirty")
     with obstructed(mounted):
-        (mounted / "a/one").write_bytes(bytes(56 * MIB))
+        (mounted / "a/one").write_bytes(bytes(28 * MIB))
         fd = os.open(mounted / "block", os.O_WRONLY | os.O_CREAT)
-        assert os.write(fd, bytes(16 * MIB)) < 16 * MIB
+        assert os.write(fd, bytes(40 * MIB)) < 40 * MIB
         with pytest.raises(OSError, match="No space left"):
             os.write(fd, bytes(MIB))
         os.close(fd)

@@ -7,7 +7,7 @@ The daemon does not see such a write before it is done, so what it may take is s
   every TICK, and blocks are evicted until the margin is whole again.
 - The tmpfs is as large as the Cache. A writer that used up the margin too, which takes a Cache full of dirty blocks,
   gets ENOSPC from it. The daemon is not told; but the tmpfs is full then until something is freed, and only the daemon
-  frees. So it looks before each time, and blocks that were being written while it was full are not published.
+  frees. So it looks each time (Cache.freeing), and blocks that were being written while it was full are not published.
 """
 
 from __future__ import annotations
@@ -25,10 +25,12 @@ from ucmfs.stages.cache import Cache, Staging
 
 __all__ = ["Ahead"]
 
-TICK, LONGEST_TICK = 0.01, 0.05
-"""Seconds between looks while somebody writes, and while those who have files open do not."""
+TICK, LONGEST_TICK = 0.005, 0.05
+"""Seconds between looks while somebody writes, and while those who have files open did not for QUIET seconds."""
+QUIET = 1.0
 MARGIN = 16
-"""The margin is one part in so many of the capacity."""
+"""The margin is one part in so many of the capacity; of a small one SMALL_MARGIN, up to ENOUGH bytes."""
+SMALL_MARGIN, ENOUGH = 4, 64 << 20
 LEAST_CAPACITY = 64 << 20
 """Bytes of the smallest Cache with a margin worth having."""
 MOST_AHEAD = 64 << 20
@@ -43,13 +45,12 @@ class Ahead:
     def __init__(self, cache: Cache, room: Room, *, usual: int) -> None:
         self._cache = cache
         self._room = room
-        self._margin = cache.capacity // MARGIN
+        self._margin = max(cache.capacity // MARGIN, min(cache.capacity // SMALL_MARGIN, ENOUGH))
         self._sizes: deque[int] = deque([usual], maxlen=RECENT)
         self._open: set[Staging] = set()
         self._begun = trio.Event()
         self.on_full: Callable[[], None] = lambda: None
-        """Called when what was written to any of the files may have failed."""
-        cache.before_free = self.look
+        """Called when a write to any of the files may have failed."""
 
     @property
     def refusal(self) -> str | None:
@@ -89,17 +90,19 @@ class Ahead:
 
     def _add(self, staging: Staging) -> None:
         self._open.add(staging)
+        self._cache.on_full = self.on_full
         self._begun.set()
 
     def end(self, staging: Staging) -> None:
         """Nobody writes *staging* any more."""
         if staging in self._open:
-            self.look()
+            self._look()
             self._open.remove(staging)
             self._end()
 
     def _end(self) -> None:
         if not self._open:
+            self._cache.on_full = None
             self._room.margin = 0
             self._cache.on_freed()
 
@@ -107,26 +110,26 @@ class Ahead:
         """A block of *size* bytes was written."""
         self._sizes.append(size)
 
-    def look(self) -> None:
-        """See whether a write may have failed. To be called before anything is freed."""
-        if self._open and self._cache.is_full:
+    def _look(self) -> None:
+        if self._open and not self._cache.bytes_left():
             self.on_full()
 
     async def run(self) -> None:
         """Count what is written, and keep the margin."""
-        tick = TICK
+        written_at = trio.current_time()
         while True:
             if not self._open:
                 self._begun = trio.Event()
                 await self._begun.wait()
-                tick = TICK
-            await trio.sleep(tick)
-            tick = TICK if self.count() else min(tick * 2, LONGEST_TICK)
+                written_at = trio.current_time()
+            await trio.sleep(TICK if trio.current_time() < written_at + QUIET else LONGEST_TICK)
+            if self.count():
+                written_at = trio.current_time()
 
     def count(self) -> bool:
         """Count what was written; whether that was anything."""
         before = self._cache.used
-        self.look()
+        self._look()
         for staging in list(self._open):
             staging.settle()
         self._room.restore_margin()

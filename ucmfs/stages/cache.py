@@ -30,7 +30,7 @@ import signal
 import stat
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any, ClassVar, Protocol, Self
 
 import msgspec
@@ -61,8 +61,6 @@ GIB = 1 << 30
 USUAL_BLOCK = 2 << 20
 PIN_XATTR = OWN_XATTRS + "pin"
 SCAN_BATCH = 1024
-NEXT_TO_NONE = 128
-"""One part in so many of the tmpfs."""
 
 
 class CacheOptions(Options):
@@ -210,8 +208,8 @@ class Staging:
 
     def truncate(self, size: int) -> None:
         """Make the file *size* bytes long. Pages beyond that, also allocated ahead, are freed."""
-        self._cache.before_free()
-        os.truncate(self.path, size)
+        with self._cache.freeing(self.path):
+            os.truncate(self.path, size)
         self.settle()
 
     def reopen(self, *, writable: bool) -> None:
@@ -260,8 +258,9 @@ class Cache(Stage):
         self.dirty_bytes = 0
         self.on_freed: Callable[[], None] = lambda: None
         """Called when bytes became free or a block became evictable."""
-        self.before_free: Callable[[], None] = lambda: None
-        """Called before pages are freed: the last moment to see that the tmpfs is full."""
+        self.on_full: Callable[[], None] | None = None
+        """Set while others write staging files by themselves. Called when pages are freed of which there may have been
+        none before: then a write may have failed, and nothing else tells of it."""
         self._dirty = f"{directory}/dirty"
         self._clean = f"{directory}/clean"
         self._staging = f"{directory}/staging"
@@ -277,7 +276,7 @@ class Cache(Stage):
         self.unbounded: str | None = "it is not started"
         """Why the kernel does not keep the bound. None where it does: on a tmpfs of its own, as large as `capacity`."""
         self.was_full = False
-        """Whether the tmpfs was as good as full at the start."""
+        """Whether the tmpfs was full at the start."""
 
     # Start and stop
 
@@ -326,7 +325,8 @@ class Cache(Stage):
                 f"cache's {self.capacity / GIB:.2f} GiB; lower the capacity or give the file system more",
                 path="cache_dir",
             )
-        self.was_full = self.is_full
+        self.was_full = not self.bytes_left()
+        self.on_full = self._was_full
         self._sort_leftovers()
         found = [*self._walk(self._clean, dirty=False), *self._walk(self._dirty, dirty=True)]
         found.sort(key=lambda block: max(block.attributes.mtime_ns, block.attributes.atime_ns))
@@ -335,7 +335,7 @@ class Cache(Stage):
             if other is not None:
                 # A crash between the two steps of commit(): the dirty one is the newer.
                 old = other if block.dirty else block
-                os.unlink(self._path(old))
+                self._unlink(self._path(old))
                 if old is block:
                     continue
                 self._drop(old)
@@ -344,8 +344,12 @@ class Cache(Stage):
             self.used += block.charge
         while self.used > self.capacity and self.evict_one():
             pass
+        self.on_full = None
         if self.unbounded is None and not tmpfs.resize(self.directory, self.capacity):
             self.unbounded = "it holds more than its capacity"
+
+    def _was_full(self) -> None:
+        self.was_full = True
 
     def _sort_leftovers(self) -> None:
         """What an earlier process left in staging/ and trash/ goes, unless it is wanted or open somewhere."""
@@ -355,11 +359,11 @@ class Cache(Stage):
                 self._leftovers[entry.inode()] = entry.path
                 highest = max(highest, int(entry.name))
             else:
-                os.unlink(entry.path)
+                self._unlink(entry.path)
         for entry in os.scandir(self._trash):
             found = entry.stat()
             if found.st_ino not in self.wanted and not _open_elsewhere(entry.path):
-                os.unlink(entry.path)
+                self._unlink(entry.path)
                 continue
             block = Cached(entry.name, Attributes.of(found), found.st_blocks * 512, found.st_ino, dirty=False)
             block.retired, block.lent = entry.path, True
@@ -397,14 +401,32 @@ class Cache(Stage):
     def free(self) -> int:
         return self.capacity - self.used
 
-    @property
-    def is_full(self) -> bool:
-        """Whether the tmpfs has next to no page left: what others wrote may have failed.
-
-        Not whether it has none: one may be freed between a failure and this look.
-        """
+    def bytes_left(self) -> int:
+        """What the tmpfs has to give; 0 if a write may have failed since anything was freed."""
         found = os.statvfs(self.directory)
-        return found.f_bfree <= found.f_blocks // NEXT_TO_NONE
+        return found.f_bfree * found.f_frsize
+
+    @contextmanager
+    def freeing(self, path: str) -> Iterator[None]:
+        """Around what frees pages of the file at *path*, if there is one.
+
+        Others only take pages. So if more is left afterwards than the file had, it was not full before.
+        """
+        if self.on_full is None:
+            yield
+            return
+        before = _stat(path)
+        yield
+        if before is None or self.on_full is None:
+            return
+        after = _stat(path)
+        kept = after.st_blocks if after is not None and after.st_ino == before.st_ino else 0
+        if self.bytes_left() <= (before.st_blocks - kept) * 512:
+            self.on_full()
+
+    def _unlink(self, path: str) -> None:
+        with self.freeing(path):
+            os.unlink(path)
 
     # Writing
 
@@ -445,16 +467,17 @@ class Cache(Stage):
             self._retire(old, keep_path=old.dirty == dirty)
         if block.pinned:
             write_xattrs(staging.fd, {PIN_XATTR: b"1"})
-        os.rename(staging.path, self._path(block))
+        with self.freeing(self._path(block)):
+            os.rename(staging.path, self._path(block))
         self._admit(block)
         return block
 
     def abandon(self, staging: Staging) -> None:
         """Forget *staging*, close its descriptor and free its room."""
-        self.before_free()
-        with suppress(FileNotFoundError):
-            os.unlink(staging.path)
-        os.close(staging.fd)
+        with self.freeing(staging.path):
+            with suppress(FileNotFoundError):
+                os.unlink(staging.path)
+            os.close(staging.fd)
         self.count(-staging.charge)
         staging.charge = 0
 
@@ -512,7 +535,7 @@ class Cache(Stage):
     def drop_leftovers(self) -> None:
         """Everything wanted was reopened: what is left of an earlier process goes."""
         for path in self._leftovers.values():
-            os.unlink(path)
+            self._unlink(path)
         self._leftovers.clear()
         self.reclaim()
 
@@ -564,7 +587,8 @@ class Cache(Stage):
         del self.blocks[old]
         self.order.discard(block)
         block.name = new
-        os.rename(source, self._path(block))
+        with self.freeing(self._path(block)):
+            os.rename(source, self._path(block))
         self.blocks[new] = block
         self._shelve(block)
         return block
@@ -849,14 +873,13 @@ class Cache(Stage):
 
         With *keep_path*, its file stays for a rename to replace, so that a crash leaves the old or the new.
         """
-        self.before_free()
         path = self._path(block)
         busy = self._in_use(block)
         if busy:
             retired = f"{self._trash}/{next(self._serial)}"
             os.link(path, retired)
         if not keep_path:
-            os.unlink(path)
+            self._unlink(path)
         self._drop(block)
         if busy:
             block.retired = retired
@@ -867,8 +890,7 @@ class Cache(Stage):
     def reclaim(self) -> None:
         """Free retired blocks that nobody has open any more, also not a process that they were lent to."""
         for block in [block for block in self._retired if not self._in_use(block)]:
-            self.before_free()
-            os.unlink(self._path(block))
+            self._unlink(self._path(block))
             self._retired.discard(block)
             self.count(-block.charge)
 
@@ -876,6 +898,13 @@ class Cache(Stage):
         """Seconds since the oldest dirty block was written; 0 where none is dirty."""
         times = [block.attributes.mtime_ns for block in self.blocks.values() if block.dirty]
         return max(0.0, time.time() - min(times) / 1e9) if times else 0.0
+
+
+def _stat(path: str) -> os.stat_result | None:
+    try:
+        return os.stat(path)
+    except FileNotFoundError:
+        return None
 
 
 def _merge(attributes: Attributes, changes: Changes) -> Attributes:
