@@ -43,8 +43,8 @@ __all__ = ["check", "run"]
 log = logging.getLogger("ucmfs.daemon")  # also where this module is run
 
 MIN_TASKS = 10
-READ_AHEAD_KB = 1024
-"""As large as one request."""
+READ_AHEAD_KB = 4096
+"""Four requests: while the reader copies one, others are on their way through the relay and here."""
 LAST_REQUESTS = 5.0
 """Seconds for what the kernel asked before it ended the connection."""
 LAST_FLUSH = 30.0
@@ -166,7 +166,7 @@ class _Mount:
         self._read_ahead()
 
     def _read_ahead(self) -> None:
-        """Where the daemon serves reads, have the kernel ask for as much at a time as it can."""
+        """Where the daemon serves reads, have the kernel ask for several requests at a time."""
         try:
             Path(f"/sys/class/bdi/{self._link.device}/read_ahead_kb").write_text(f"{READ_AHEAD_KB}\n")
         except OSError as error:
