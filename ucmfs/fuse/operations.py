@@ -151,6 +151,8 @@ class Operations(pyfuse3.Operations):
         self._closed: dict[Inode, float] = {}
         """Closed by their writers, and when; to be published when the kernel says that nobody can write them."""
         self._any_closed = trio.Event()
+        self._dropped: list[int] = []
+        """Backing ids to close with the next commit: the next daemon believes what the journal says."""
         self._changed_opens: list[Record] = []
         """What opened or closed of directories and of `.ucmfs/` since the last commit."""
 
@@ -166,6 +168,7 @@ class Operations(pyfuse3.Operations):
             self._journal.write(changes)
             if self._journal.is_long:
                 self._journal.begin(self._snapshot())
+        self._close_dropped()
         self.grants.send_new()
 
     def _snapshot(self) -> Iterator[Record]:
@@ -179,6 +182,7 @@ class Operations(pyfuse3.Operations):
         """From now on what changes goes into *journal*. To be called before the kernel asks anything."""
         self._journal = journal
         journal.begin(self._snapshot())
+        self._close_dropped()
 
     async def recover(
         self, recalled: Recalled, handles: Set[int], leased: Iterable[wire.Reported], repeated: Iterable[bytes]
@@ -841,12 +845,17 @@ class Operations(pyfuse3.Operations):
             self.grants.give(inode, inode.attributes.size)
 
     def _drop_backing(self, inode: Inode) -> None:
-        """Close the backing id of *inode* if nothing has it."""
+        """Close the backing id of *inode* if nothing has it, once the journal does not tell of it any more."""
         if inode.backing and not inode.is_backed:
-            if self.backing is not None:
-                self.backing.close(inode.backing)
+            self._dropped.append(inode.backing)
             inode.backing = 0
             self.inodes.touch(inode)
+
+    def _close_dropped(self) -> None:
+        for number in self._dropped:
+            if self.backing is not None:
+                self.backing.close(number)
+        self._dropped.clear()
 
     def _join_in_place(self, inode: Inode, opener: int) -> None:
         """Who opens a published block to change it joins who is changing it: one file, as in a shared pool."""
