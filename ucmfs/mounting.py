@@ -20,7 +20,6 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ from ucmfs.control import protocol
 from ucmfs.control.connection import Connection
 from ucmfs.errors import ConfigError, MountError, UcmfsError
 from ucmfs.fuse import wire
+from ucmfs.mountinfo import MOUNTINFO, Mount, find_mount
 
 __all__ = ["Mount", "check_mount_point", "find_mount", "log_path", "mount", "resolve", "restart", "unmount"]
 
@@ -37,7 +37,6 @@ log = logging.getLogger(__name__)
 
 DAEMON = (sys.executable, "-P", "-m", "ucmfs.daemon")
 """What the relay starts. -P: modules are not looked for in the working directory."""
-MOUNTINFO = Path("/proc/self/mountinfo")
 FUSE_DEVICE = Path("/dev/fuse")
 ANSWER_TIMEOUT = 10.0
 """Seconds that a daemon or a mount may take to answer what needs no work."""
@@ -51,36 +50,6 @@ _CAP_SYS_ADMIN = 21
 
 
 # What is mounted
-
-
-@dataclass(frozen=True)
-class Mount:
-    """One line of mountinfo."""
-
-    mount_point: Path
-    kind: str
-    """Type of file system, such as `fuse.ucmfs`."""
-    source: str
-
-
-def _mounts() -> Iterator[Mount]:
-    for line in MOUNTINFO.read_bytes().splitlines():
-        before, _, after = line.partition(b" - ")
-        kind, source = after.split(b" ")[:2]
-        yield Mount(Path(_unescape(before.split(b" ")[4])), _unescape(kind), _unescape(source))
-
-
-def _unescape(field: bytes) -> str:
-    return os.fsdecode(re.sub(rb"\\([0-7]{3})", lambda match: bytes([int(match[1], 8)]), field))
-
-
-def find_mount(path: Path) -> Mount | None:
-    """The mount at *path* (absolute, no symbolic links), the uppermost if there are several."""
-    found = None
-    for candidate in _mounts():
-        if candidate.mount_point == path:
-            found = candidate
-    return found
 
 
 def resolve(mount_point: str | os.PathLike[str]) -> Path:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
-import re
+from pathlib import Path
 
 from ucmfs import system
+from ucmfs.mountinfo import find_mount
 
 __all__ = ["is_own", "mount_own", "resize", "take_away"]
 
@@ -27,17 +28,8 @@ _HUGE = ",huge=within_size"
 
 def is_own(directory: str) -> bool:
     """Whether a tmpfs of ours is mounted at *directory*."""
-    found = None
-    with open("/proc/self/mountinfo", "rb") as mountinfo:
-        for line in mountinfo:
-            before, _, after = line.partition(b" - ")
-            if _unescape(before.split(b" ")[4]) == os.path.realpath(directory):
-                found = after.split(b" ")[:2]
-    return found == [b"tmpfs", SOURCE.encode()]
-
-
-def _unescape(field: bytes) -> str:
-    return os.fsdecode(re.sub(rb"\\([0-7]{3})", lambda match: bytes([int(match[1], 8)]), field))
+    found = find_mount(Path(os.path.realpath(directory)))
+    return found is not None and (found.kind, found.source) == ("tmpfs", SOURCE)
 
 
 def mount_own(directory: str, size: int) -> str | None:
