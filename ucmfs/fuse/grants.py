@@ -28,6 +28,9 @@ IDLE = 5.0
 """Seconds without an open after which a lease is given back."""
 
 
+_NOT_LISTED = 0.0, False
+
+
 class Grant:
     """One lease. `opens` is what the relay last said, so that it may be more by now unless `returned` is set."""
 
@@ -75,8 +78,9 @@ class Grants:
         """By inode number, the longest unused first as far as reports tell."""
         self._bytes = 0
         self._new: list[Grant] = []
-        self._listed: dict[int, float] = {}
-        """By directory, until when (of trio's clock) the relay has its names."""
+        self._listed: dict[int, tuple[float, bool]] = {}
+        """By directory, until when (of trio's clock) the names that were last looked through are known, and whether the
+        relay has them until then. They may be too many."""
         self._unlisted: dict[int, trio.Event] = {}
         self._synced: trio.Event | None = None
         self._closed = False
@@ -206,33 +210,36 @@ class Grants:
     def listed(self) -> int:
         """How many directories the relay has all names of."""
         now = trio.current_time()
-        return sum(until >= now for until in self._listed.values())
+        return sum(told and until >= now for until, told in self._listed.values())
 
     def is_listed(self, directory: Inode, until: float) -> bool:
-        """Whether the relay was told of all names of *directory* that are known until then."""
-        return self._closed or self._listed.get(directory.number, 0.0) >= until
+        """Whether list_names() was called for what is known of *directory* until then."""
+        return self._closed or self._listed.get(directory.number, _NOT_LISTED)[0] >= until
 
-    def list_names(self, directory: Inode, until: float, entry: bytes, names: Iterable[bytes]) -> None:
-        """Have the relay say of all names but *names*, until then, that they are not in *directory*.
+    def list_names(self, directory: Inode, until: float, entry: bytes, names: Iterable[bytes] | None) -> None:
+        """Have the relay say of all names but *names*, until then, that they are not in *directory*; None: too many.
 
         *entry* is what is told of the directory itself, for whoever looks for a name asks for that too.
         """
-        message = wire.list_message(directory.number, time.monotonic() + until - trio.current_time(), entry, names)
+        told = False
+        if names is not None:
+            clock = time.monotonic() - trio.current_time()
+            told = self._send(wire.list_message(directory.number, until + clock, entry, names))
         while len(self._listed) >= MOST:
             del self._listed[next(iter(self._listed))]
-        if self._send(message):
-            self._listed[directory.number] = until
+        self._listed[directory.number] = until, told
 
     def name_gone(self, directory: Inode, name: bytes) -> None:
         """*name* is not in *directory* any more, to nobody."""
-        if self._listed.get(directory.number, 0.0) >= trio.current_time() and not self._closed:
+        until, told = self._listed.get(directory.number, _NOT_LISTED)
+        if told and until >= trio.current_time() and not self._closed:
             # Where it cannot be sent, we are asked once more than needed.
             self._send(wire.gone_message(directory.number, name))
 
     async def unlist_names(self, directory: Inode) -> None:
         """Names are made in *directory* past the relay: wait until it says of none any more that it is not there."""
-        until = self._listed.pop(directory.number, 0.0)
-        if until < trio.current_time() or self._closed:
+        until, told = self._listed.pop(directory.number, _NOT_LISTED)
+        if not told or until < trio.current_time() or self._closed:
             return
         unlisted = self._unlisted.setdefault(directory.number, trio.Event())
         if self._send(wire.lease_message(wire.RECALL, directory.number)):

@@ -401,9 +401,8 @@ class Operations(pyfuse3.Operations):
             names.update(name[len(prefix) :] for name in self.inodes.written_in(directory.name))
             if directory.number == pyfuse3.ROOT_INODE:
                 names.add(os.fsdecode(DIRECTORY_NAME))
-            attributes = self.pipeline.peek(directory.name) or directory.attributes
-            entry = self._pack_entry(directory, attributes)
-            self.grants.list_names(directory, until, entry, map(os.fsencode, names))
+        encoded = None if names is None else map(os.fsencode, names)
+        self.grants.list_names(directory, until, self._pack_entry(directory), encoded)
 
     def entry_of(self, inode: Inode) -> wire.Named | None:
         """The entry of a leased inode, as the relay may give it."""
@@ -411,10 +410,10 @@ class Operations(pyfuse3.Operations):
         directory = self.inodes.named(parent)
         if directory is None or self.inodes.named(inode.name) is not inode:
             return None
-        attributes = self.pipeline.peek(inode.name) or inode.attributes
-        return directory.number, os.fsencode(name), self._pack_entry(inode, attributes)
+        return directory.number, os.fsencode(name), self._pack_entry(inode)
 
-    def _pack_entry(self, inode: Inode, attributes: Attributes) -> bytes:
+    def _pack_entry(self, inode: Inode) -> bytes:
+        attributes = self.pipeline.peek(inode.name) or inode.attributes
         return wire.pack_entry(
             inode.number,
             self._ttl,
