@@ -74,16 +74,15 @@ class Entries:
         """Answer nothing of *node* any more, nor of what is in it. Gives how often the kernel looked it up here."""
         with self._lock:
             self._drop(node)
-            self._directories.pop(node, None)
             return self._given.pop(node, 0)
 
     def change(self, node: int) -> None:
         """The attributes of *node* change."""
         with self._lock:
             self._drop(node)
-            self._directories.pop(node, None)
 
     def _drop(self, node: int) -> None:
+        self._directories.pop(node, None)
         key = self._of.pop(node, None)
         if key is not None:
             self._entries.pop(key, None)

@@ -1,7 +1,7 @@
 """What goes between kernel, relay and daemon: the few FUSE messages that are looked into, and the side channel.
 
 FUSE messages are those of include/uapi/linux/fuse.h, little endian. Imported by the relay, which imports next to
-nothing: only the standard library's struct may be needed here.
+nothing: only the standard library may be needed here.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ daemon. KEEP comes with a descriptor that the next daemon inherits, under the na
 DROP closes it. SYNC asks for all that the daemon was not told of leases yet, and for SYNCED after it."""
 KEPT = frozenset({"listener", "journal"})
 
-# Leases. GRANT and RECALL go between the daemon's replies, so that they keep their place among them.
+# Leases and names. These messages go between the daemon's replies, so that they keep their place among them.
 
 LEASES_UNIQUE = (1 << 64) - 1
 GRANT, RECALL, LIST, GONE = 1, 2, 3, 4
@@ -119,7 +119,6 @@ MOST_REPORTED = 200
 """Rows in one report."""
 
 Reported = tuple[int, int, int, int, bool]
-
 
 Named = tuple[int, bytes, bytes]
 """Directory, name and fuse_entry_out of a leased inode."""
@@ -269,16 +268,14 @@ def pack_forget(request: bytes | memoryview, rows: list[tuple[int, int]]) -> byt
 def names_changed(request: bytes | memoryview) -> Iterator[tuple[int, bytes]]:
     """(directory, name) of what a request of CHANGES makes or takes away."""
     _, opcode, _, node, *_ = IN_HEADER.unpack_from(request)
-    body = bytes(request[IN_HEADER.size :])
-    fixed = {SYMLINK: 0, LINK: 8, CREATE: 16}.get(opcode)
-    names = body[fixed:].split(b"\0") if fixed is not None else names_in(bytes(request))
+    names = names_in(request)
     yield node, names[0]
     if opcode in (RENAME, RENAME2):
-        yield NODE.unpack_from(body)[0], names[1]
+        yield NODE.unpack_from(request, IN_HEADER.size)[0], names[1]
 
 
-def names_in(request: bytes) -> tuple[bytes, ...]:
-    """The names that a request of ONCE holds."""
+def names_in(request: bytes | memoryview) -> tuple[bytes, ...]:
+    """The names that a request of ONCE or CHANGES holds."""
     _, opcode, *_ = IN_HEADER.unpack_from(request)
-    before = {MKNOD: 16, MKDIR: 8, RENAME: 8, RENAME2: 16}.get(opcode, 0)
-    return tuple(request[IN_HEADER.size + before :].split(b"\0")[:-1])
+    before = {MKNOD: 16, MKDIR: 8, RENAME: 8, RENAME2: 16, LINK: 8, CREATE: 16}.get(opcode, 0)
+    return tuple(bytes(request[IN_HEADER.size + before :]).split(b"\0")[:-1])
